@@ -6,7 +6,9 @@ The table of layouts is in tests/matrix/checkpoints.py; a few pairs of it are he
 import contextlib
 import io
 import itertools
+import json
 import os
+import pickle
 import re
 import resource
 import threading
@@ -40,15 +42,14 @@ from tests.matrix.checkpoint_runner import WEIGHTS, Sources, check_pair, export
 from tests.matrix.checkpoints import FAST, Pair
 from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import whole_checkpoint_steps
-from titan_ext.base.titan.data import other_data
+from titan_ext.base.titan.data import data_facts, other_data
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.parallelize.limits import wrong_values
 from titan_ext.plan.shorten import cut
 from titan_ext.run.checkpoints import (
     CheckpointManager,
     Checkpoints,
-    _is_sound,
-    check_excluded,
+    _first_wrong,
     check_resume,
     checkpoint_to_load,
     verify_checksums,
@@ -163,7 +164,7 @@ def test_a_save_under_way_outlives_gradients_that_are_not_finite(tmp_path: Path)
 
 @pytest.mark.slow
 def test_an_asynchronous_save_that_fails_is_one_error(tmp_path: Path):
-    error = r"a checkpoint could not be saved, on rank 1: .* There is no whole checkpoint"
+    error = r"a checkpoint could not be saved, on rank 1: .*refused a write: a full disk"
     with pytest.raises(RankError, match=error):
         run_leg(RUN, tmp_path, interval=2, async_mode="async", around=_full_disk)
     assert not (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()
@@ -210,29 +211,29 @@ def _trainer(config: Any, ranks: int) -> Any:
     )
 
 
-def test_another_number_of_data_ranks(whole, caplog: pytest.LogCaptureFixture):
-    checkpoints, _ = whole
-    config = _config(checkpoints.parent)
-    check_resume(_trainer(config, ranks=2))
-    for ranks in (1, 4):
-        words = rf"position of 2 data-parallel rank\(s\), and this .* {ranks}"
-        with pytest.raises(ValueError, match=words):
-            check_resume(_trainer(config, ranks=ranks))
-    assert "repeats samples" not in caplog.text
-    config.checkpoint.exclude_from_loading = ["dataloader"]
-    check_resume(_trainer(config, ranks=4))
-    assert "this run repeats samples of the saved run" in caplog.text
-
-
-def test_other_data(whole, tmp_path: Path):
-    checkpoints, _ = whole
-    config = _config(checkpoints.parent)
-    config.dataloader = replace(config.dataloader, dataset_path=str(tmp_path))
-    words = r"made with the data python_stdlib \(.*\), and this run has python_stdlib /"
-    with pytest.raises(ValueError, match=f"{words}.*exclude_from_loading dataloader"):
-        check_resume(_trainer(config, ranks=2))
-    config.checkpoint.exclude_from_loading = ["dataloader"]
-    check_resume(_trainer(config, ranks=2))
+def test_other_data_and_another_number_of_data_ranks(tmp_path: Path, one_rank: None):
+    config = _config(tmp_path)
+    saved = _trainer(config, ranks=2)
+    states = {**dict.fromkeys(("optimizer", "lr_scheduler"), 1), "dataloader.dp_rank_0": 1}
+    facts = {"data": json.dumps(data_facts(config.dataloader, saved.dataloader))}
+    path = tmp_path / "checkpoint" / "step-4"
+    dcp.save({"w": torch.ones(1), "train_state": facts, **states}, checkpoint_id=path)
+    check_resume(saved)
+    elsewhere = _config(tmp_path)
+    elsewhere.dataloader = replace(config.dataloader, dataset_path=str(tmp_path))
+    for trainer, words in (
+        (_trainer(config, ranks=4), r"made with 2 data-parallel rank\(s\), and this run has 4"),
+        (_trainer(config, ranks=1), r"made with 2 data-parallel rank\(s\), and this run has 1"),
+        (
+            _trainer(elsewhere, ranks=2),
+            r"the data python_stdlib \(.*\), and this run has .*stdlib /",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"{words}.*exclude_from_loading dataloader"):
+            check_resume(trainer)
+        trainer.config.checkpoint.exclude_from_loading = ["dataloader"]
+        check_resume(trainer)
+        trainer.config.checkpoint.exclude_from_loading = []
 
 
 @pytest.mark.parametrize(
@@ -242,10 +243,11 @@ def test_other_data(whole, tmp_path: Path):
         ({"data": "elsewhere", "size": ""}, "this run has elsewhere (of unknown size)"),
         ({"size": "4 documents of 9 bytes"}, "a (3 documents of 9 bytes), and this run has a (4 d"),
         ({"workers": "2"}, "dataloader.num_workers = 0, and this run has 2"),
+        ({"ranks": "4"}, "2 data-parallel rank(s), and this run has 4"),
     ],
 )
 def test_data_are_the_same_by_their_size(change: dict[str, str], says: str):
-    saved = {"data": "a", "size": "3 documents of 9 bytes", "workers": "0"}
+    saved = {"data": "a", "size": "3 documents of 9 bytes", "workers": "0", "ranks": "2"}
     assert other_data(saved, saved) == ""
     difference = other_data(saved, {**saved, **change})
     assert says in difference
@@ -285,19 +287,17 @@ def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None
     checkpoints = tmp_path / "checkpoint"
     for step, states in ((2, {"train_state": 1, "optimizer": 1}), (4, {})):
         dcp.save({"w": torch.ones(1), **states}, checkpoint_id=checkpoints / f"step-{step}")
-    with pytest.raises(ValueError, match=r"step-4 has the model only: .*load_step 2 .*_path .*-4"):
+    with pytest.raises(ValueError, match=r"step-4 has the model only: .*load_step .*_path .*-4"):
         check_resume(_trainer(_config(tmp_path), ranks=1))
     with pytest.raises(ValueError, match=r"step-2 has no dataloader, lr_scheduler"):
         check_resume(_trainer(_config(tmp_path, load_step=2), ranks=1))
-    other = {"initial_load_path": str(checkpoints / "step-4"), "initial_load_model_only": False}
-    with pytest.raises(ValueError, match=r"step-4 has the model only: .*initial_load_model_only"):
-        check_resume(_trainer(_config(tmp_path / "other", **other), ranks=1))
     (checkpoints / "step-6").mkdir()
     (checkpoints / "step-6" / "model.safetensors.index.json").touch()
-    with pytest.raises(ValueError, match=r"step-6 is an export .*load_step 4 resumes.*_in_hf"):
+    with pytest.raises(ValueError, match=r"step-6 has an export .*load_step .*_load_in_hf"):
         checkpoint_to_load(_config(tmp_path))
-    with pytest.raises(ValueError, match=r"initial_load_path is .*no \.metadata; expected the fol"):
-        checkpoint_to_load(_config(tmp_path / "new", initial_load_path=str(checkpoints)))
+    run_folder = _config(tmp_path / "new", initial_load_path=str(checkpoints))
+    with pytest.raises(ValueError, match=r"\.metadata: cannot be read \(.*No such file"):
+        verify_checksums(run_folder)
 
 
 def _manager(folder: Path, async_mode: str = "disabled") -> CheckpointManager:
@@ -403,34 +403,22 @@ def test_a_corrupt_checkpoint_from_elsewhere_is_found(tmp_path: Path, one_rank: 
         verify_checksums(config)
 
 
-def test_a_damaged_directory_of_a_file_is_found():
-    """Torch refuses these files, and Python's reader of archives takes them."""
-    kept = io.BytesIO()
+def test_a_flipped_bit_of_an_archive_is_found_or_refused_by_torch(tmp_path: Path):
+    """Contents have checksums. Torch reads the rest, and refuses it or finds the same in it."""
+    kept, path = io.BytesIO(), tmp_path / "shard"
     torch.save(torch.arange(10.0), kept)
     good = kept.getvalue()
-    assert _is_sound(io.BytesIO(good))
-    for place in range(good.find(b"PK\x01\x02"), len(good)):
+    found = 0
+    for place in range(len(good)):
         broken = bytearray(good)
         broken[place] ^= 1
-        with contextlib.suppress(RuntimeError, ValueError):
-            assert torch.load(io.BytesIO(broken)).equal(torch.arange(10.0))
+        path.write_bytes(broken)
+        if _first_wrong(path, [(0, len(good), "w")]):
+            found += 1
             continue
-        assert not _is_sound(io.BytesIO(broken)), place
-
-
-def test_a_checkpoint_that_cannot_be_loaded_is_not_recommended(tmp_path: Path, one_rank: None):
-    for step in (2, 4):
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "checkpoint" / f"step-{step}")
-    config = _config(tmp_path)
-    trainer: Any = SimpleNamespace(config=config, step=0, checkpointer=None)
-    check = Checkpoints()
-    failed = CheckpointException("load", {1: (ValueError("bad"), cast(Any, None))})
-    with (
-        unittest.mock.patch("titan_ext.run.checkpoints.check_resume"),
-        pytest.raises(RuntimeError, match=r"step-4 could not be loaded, on rank 1.*step-2: to res"),
-        check.around_run(trainer),
-    ):
-        raise failed
+        with contextlib.suppress(RuntimeError, ValueError, pickle.UnpicklingError):
+            assert torch.load(io.BytesIO(broken)).equal(torch.arange(10.0)), place
+    assert found > 40, "at least the numbers"
 
 
 def test_checksums_are_compared_up_to_a_size(
@@ -457,11 +445,6 @@ def test_checksums_are_compared_up_to_a_size(
     assert wrong_values(
         SimpleNamespace(checkpoint=CheckpointManager.Config(verify_checksums_up_to_gib=-1))
     ) == ["checkpoint.verify_checksums_up_to_gib is -1; expected 0 or more."]
-
-
-def test_excluded_names(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"'data_loader'; expected .*; did you mean 'dataloader'"):
-        check_excluded(_config(tmp_path, exclude_from_loading=["data_loader"]))
 
 
 def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCaptureFixture):

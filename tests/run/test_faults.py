@@ -7,7 +7,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -34,7 +33,7 @@ from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.run.checkpoints import CheckpointManager, verify_checksums, why_refused
+from titan_ext.run.checkpoints import CheckpointManager, verify_checksums
 from titan_ext.run.start import Folder, Paths
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run.trainer import extend_config
@@ -114,24 +113,12 @@ def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_full_disk_loses_no_checkpoint(tmp_path: Path):
-    refused = r"saved, on rank 1: the file system refused a write \(torch says: .*\)\. "
-    here = r"(No file of this process can have more than 2\.0 MiB|.* are free in ).*"  # or there
-    with pytest.raises(RankError, match=f"{refused}{here} The newest whole checkpoint is .*2"):
+    with pytest.raises(RankError, match=r"saved, on rank 1: .*refused a write: a full disk"):
         _run(tmp_path, "full disk")
     assert latest_checkpoint_step(tmp_path) == 2
     assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
     assert _run(tmp_path, "none") == [6, 6]
     assert "Training starts at step 3" in (tmp_path / "logs" / "rank_0.log").read_text()
-
-
-def test_why_a_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert re.fullmatch(rf"\d+\.\d [KMG]iB are free in {tmp_path}\.", why_refused(str(tmp_path)))
-    cannot = "dump_folder is '/proc/x', where this rank cannot write: "
-    assert why_refused("/proc/x").startswith(cannot)
-    limits = {resource.RLIMIT_FSIZE: (2**20, resource.RLIM_INFINITY)}
-    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
-    limit = "No file of this process can have more than 1.0 MiB (ulimit -f)."
-    assert why_refused(str(tmp_path)) == limit
 
 
 def test_sigterm_on_one_rank_saves_the_step_and_nothing_is_lost(tmp_path: Path):

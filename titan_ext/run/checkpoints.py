@@ -14,9 +14,7 @@ Tensors of the optimizer are not compared with the model's: torch loads them by 
 import contextlib
 import io
 import json
-import math
 import re
-import resource
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
@@ -40,15 +38,13 @@ from torchtitan.trainer import Trainer
 from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import (
     and_more,
-    did_you_mean,
     format_bytes,
     ranks_in_words,
 )
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
-from titan_ext.base.titan.data import data_facts, other_data, ranks_of_data
+from titan_ext.base.titan.data import data_facts, other_data
 from titan_ext.components.hf_export import INDEX, differences, stored_weights
-from titan_ext.run.start import check_folder
 
 WRITTEN_LAST = ".metadata"
 """The file that makes a checkpoint in torch's format whole."""
@@ -179,46 +175,12 @@ class Checkpoints(RunCheck):
         except CheckpointException as error:
             causes = defaultdict(list)
             for rank, (cause, _) in error.failures.items():
-                words = f"{type(cause).__name__}: {cause}"
-                if _REFUSED_WRITE in words:
-                    words = f"the file system refused a write (torch says: {words})"
-                causes[words].append(rank)
+                causes[f"{type(cause).__name__}: {cause}"].append(rank)
             said = "; ".join(f"on {ranks_in_words(r)}: {cause}" for cause, r in causes.items())
-            # Titan loads before its first step; nobody is told to try the same one again.
-            loaded = None if trainer.step else checkpoint_to_load(config)
-            if loaded is not None:
-                newest = _newest_whole(config, but=loaded[0])
-                raise RuntimeError(f"{loaded[0]} could not be loaded, {said}. {newest}") from error
-            raise RuntimeError(
-                f"a checkpoint could not be saved, {said}. "
-                f"{why_refused(config.dump_folder)} {_newest_whole(config)}"
-            ) from error
-
-
-def why_refused(folder: str) -> str:
-    """The reason why writes into ``folder`` fail, as far as this process can find out.
-
-    torch's writer keeps the error of the failed write from the report: it comes from another rank.
-    """
-    size_limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size_limit != resource.RLIM_INFINITY:
-        return f"No file of this process can have more than {format_bytes(size_limit)} (ulimit -f)."
-    try:
-        check_folder.cache_clear()  # it was fine before
-        check_folder(folder)
-    except ValueError as error:
-        return str(error)
-    return f"{format_bytes(shutil.disk_usage(folder).free)} are free in {folder}."
-
-
-def check_excluded(config: Trainer.Config) -> None:
-    """Raise ValueError for an unknown name in ``checkpoint.exclude_from_loading``."""
-    for name in config.checkpoint.exclude_from_loading:
-        if name not in STATES:
-            raise ValueError(
-                f"checkpoint.exclude_from_loading has {name!r}; expected names of "
-                f"{', '.join(STATES)}{did_you_mean(name, STATES)}"
-            )
+            what = "saved" if trainer.step else "loaded"  # Titan loads before its first step
+            if _REFUSED_WRITE in said:
+                said += " (the file system refused a write: a full disk, a quota or ulimit -f)"
+            raise RuntimeError(f"a checkpoint could not be {what}, {said}.") from error
 
 
 def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
@@ -227,7 +189,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     None for a fresh start, for safetensors, and for a remote folder, which is not inspected.
 
     Raises ValueError if the newest in the run's own folder is safetensors, that is, an export:
-    Titan would take it for a checkpoint and fail. Also if ``initial_load_path`` is not one.
+    Titan would take it for a checkpoint and fail.
     """
     checkpoint = config.checkpoint
     if not is_inspected(config):
@@ -239,22 +201,13 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     if step == -1:
         step = max([*steps, *exports], default=-1)
     if step in exports and step not in steps:
-        raise ValueError(
-            f"{own}/step-{step} is an export (checkpoint.last_save_in_hf) with the model only: "
-            "training cannot resume from it. "
-            + _other_ways_on(own, step, " --checkpoint.initial_load_in_hf")
-        )
+        kind = "an export (checkpoint.last_save_in_hf), the model only"
+        raise _nothing_to_resume(own / f"step-{step}", kind, " --checkpoint.initial_load_in_hf")
     if step != -1:
         return (own / f"step-{step}", step == 0) if step in steps else None
     initial = checkpoint.initial_load_path
     if not initial or checkpoint.initial_load_in_hf or filesystem.is_remote(initial):
         return None
-    if Path(initial).is_dir() and not (Path(initial) / ".metadata").exists():
-        raise ValueError(
-            f"checkpoint.initial_load_path is {initial!r}, which has no .metadata; expected the "
-            "folder of one checkpoint (.../step-100), or checkpoint.initial_load_in_hf = true for "
-            "safetensors."
-        )
     return Path(initial), checkpoint.initial_load_model_only
 
 
@@ -274,7 +227,7 @@ def verify_checksums(config: Trainer.Config) -> None:
     def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
         corrupt = dict(ChainMap(*(json.loads(found) for found, _ in classes)))
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
-        newest = _newest_whole(config, but=folder)
+        newest = _newest_whole(config, folder)
         return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
 
     wrong = _corrupt(folder, job.rank, job.ranks)
@@ -289,7 +242,7 @@ def _to_verify(config: Trainer.Config) -> str:
     folder, _ = found
     default = CheckpointManager.Config().verify_checksums_up_to_gib
     limit = getattr(config.checkpoint, "verify_checksums_up_to_gib", default)
-    nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp")) if limit < math.inf else 0
+    nbytes = sum(f.stat().st_size for f in folder.glob("*.distcp"))
     if nbytes <= limit * 2**30:
         return str(folder)
     logger.info(
@@ -314,38 +267,19 @@ def _corrupt(folder: Path, rank: int, ranks: int) -> dict[str, str]:
 
 
 def _first_wrong(path: Path, items: list[tuple[int, int, str]]) -> str:
+    """torch itself refuses a damaged directory of an archive, which has no checksum."""
+    name = ""
     try:
         with open(path, "rb") as file:
             for offset, length, name in items:
                 file.seek(offset)
-                stored = io.BytesIO(file.read(length))
-                is_whole = stored.getbuffer().nbytes == length
-                if not (is_whole and _is_sound(stored)):
+                if zipfile.ZipFile(io.BytesIO(file.read(length))).testzip() is not None:
                     return name
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    return ""
-
-
-def _is_sound(stored: io.BytesIO) -> bool:
-    """True if an archive that torch.save wrote is as it was: contents and directory.
-
-    ``testzip`` compares contents with the checksums of the directory, which has none itself. So
-    torch's own reader (caffe2/serialize/inline_container.cc), which refuses what Python's takes,
-    has to find the same records in it.
-    """
-    try:
-        archive = zipfile.ZipFile(stored)
-        if archive.testzip() is not None:
-            return False
-        stored.seek(0)  # it takes where the stream stands for the beginning
-        reader: Any = torch._C.PyTorchFileReader(stored)
-        records = reader.get_all_records()
-        for record in records:
-            reader.get_record_offset(record)
-        return {name.partition("/")[2] for name in archive.namelist()} == set(records)
     except Exception:  # anything can come out of broken bytes
-        return False
+        return name
+    return ""
 
 
 def check_resume(trainer: Trainer) -> None:
@@ -353,8 +287,8 @@ def check_resume(trainer: Trainer) -> None:
 
     On every rank, as rank 0 finds: all load the same one, and its list is long.
 
-    States may be missing. Another number of data-parallel ranks may have saved the data position,
-    or it may be one in other data. ``run.weights`` has compared the model.
+    States may be missing. The position in the data may be one of other ranks, or in other data.
+    ``run.weights`` has compared the model.
     """
     if is_inspected(trainer.config):
         this_job().broadcast("what is loaded", lambda: _check_resume(trainer))
@@ -370,7 +304,6 @@ def _check_resume(trainer: Trainer) -> None:
     if not model_only:
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         _check_states(trainer.config, folder, saved)
-        _check_data_ranks(trainer, folder, saved)
         _check_data(trainer, folder, saved)
 
 
@@ -400,34 +333,17 @@ def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) ->
     missing = sorted(set(STATES) - sections - set(config.checkpoint.exclude_from_loading))
     if not missing:
         return
-    ways_on = (
-        _other_ways_on(folder.parent, int(folder.name.removeprefix("step-")))
-        if folder.parent == _folder(config)
-        else "Load its weights only with --checkpoint.initial_load_model_only."
-    )
     kind = "the model only" if len(missing) == len(STATES) else f"no {', '.join(missing)}"
-    raise ValueError(f"{folder} has {kind}: training cannot resume from it. {ways_on}")
+    raise _nothing_to_resume(folder, kind)
 
 
-def _check_data_ranks(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
-    if (ranks := ranks_of_data(trainer.dataloader)) is None:
-        return
-    if "dataloader" in trainer.config.checkpoint.exclude_from_loading:
-        logger.warning(
-            "checkpoint.exclude_from_loading has 'dataloader': the data starts from its "
-            "beginning, so this run repeats samples of the saved run."
-        )
-        return
-    # One entry for each, or several below it.
-    names = [name.split(".")[1] for name in saved if name.startswith("dataloader.dp_rank_")]
-    saved_ranks = len(set(names))
-    if saved_ranks != ranks:
-        raise ValueError(
-            f"{folder} has the data position of {saved_ranks} data-parallel rank(s), and this run "
-            f"has {ranks}: TorchTitan keeps a position for each and cannot split them again. Run "
-            f"with {saved_ranks}, or with --checkpoint.exclude_from_loading dataloader: weights, "
-            "optimizer and schedule continue, and the data starts from its beginning."
-        )
+def _nothing_to_resume(folder: Path, kind: str, flags: str = "") -> ValueError:
+    return ValueError(
+        f"{folder} has {kind}: training cannot resume from it. --checkpoint.load_step resumes from "
+        "an earlier one. A run in another dump_folder starts from these weights with "
+        f"--checkpoint.initial_load_path {folder} --checkpoint.initial_load_model_only{flags}. To "
+        "make finished runs resumable, set checkpoint.last_save_model_only = false."
+    )
 
 
 def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
@@ -440,7 +356,7 @@ def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
     if difference := other_data(facts, data_facts(config.dataloader, trainer.dataloader)):
         raise ValueError(
             f"{folder} was made with {difference}: the saved position and leftover tokens do not "
-            "belong to this data. Run as it was, or with --checkpoint.exclude_from_loading "
+            "belong to this run. Run as it was, or with --checkpoint.exclude_from_loading "
             "dataloader: weights, optimizer and schedule continue, and the data starts from its "
             "beginning."
         )
@@ -471,23 +387,12 @@ def _folder(config: Trainer.Config) -> Path:
     return Path(config.dump_folder) / config.checkpoint.folder
 
 
-def _other_ways_on(own: Path, step: int, flags: str = "") -> str:
-    earlier = [other for other in whole_checkpoint_steps(own) if other != step]
-    resume = f"--checkpoint.load_step {max(earlier)} resumes before it. " if earlier else ""
-    return (
-        f"{resume}A new run, in another dump_folder, starts from its weights with "
-        f"--checkpoint.initial_load_path {own}/step-{step}{flags}. To make "
-        "finished runs resumable, set checkpoint.last_save_model_only = false."
-    )
-
-
-def _newest_whole(config: Trainer.Config, *, but: Path | None = None) -> str:
+def _newest_whole(config: Trainer.Config, but: Path) -> str:
     own = _folder(config)
     steps = [s for s in whole_checkpoint_steps(own) if own / f"step-{s}" != but]
     if not steps:
-        return f"There is no whole checkpoint in {own}."
-    newest = f"The newest whole checkpoint is {own}/step-{max(steps)}"
-    if but is None:
-        return f"{newest}."
-    step = f"--checkpoint.load_step {max(steps)}"
-    return f"{newest}: to resume from it, move {but.name} away or add {step}."
+        return f"There is no other whole checkpoint in {own}."
+    return (
+        f"The newest other one is {own}/step-{max(steps)}: to resume from it, move {but.name} away "
+        f"or add --checkpoint.load_step {max(steps)}."
+    )

@@ -51,7 +51,7 @@ from titan_ext.parallelize.limits import (
 )
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import check_names
-from titan_ext.run.checkpoints import CheckpointManager, check_excluded
+from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.checks import RUN_CHECKS
 from titan_ext.run.stop import check_weights
 
@@ -115,7 +115,6 @@ class Trainer(TitanTrainer):
             compiled = compiles_model(self.compile)
             policy = self.activation_checkpoint
             checks: list[Callable[[], object]] = [
-                lambda: check_excluded(self),
                 lambda: self._check_keys(mistakes),
                 super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
                 self._check_cuda_graphs,

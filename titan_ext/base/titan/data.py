@@ -17,14 +17,6 @@ from torchtitan.hf_datasets.text_datasets import DATASETS, ChatDataset, HuggingF
 _OF_DATA = ("dataset", "dataset_path", "load_dataset_kwargs")
 
 
-def ranks_of_data(loader: Any) -> int | None:
-    """The data-parallel ranks whose positions a loader saves; None if it saves none for each.
-
-    A checkpoint has ``dataloader.dp_rank_N`` for each, which Titan cannot split again.
-    """
-    return loader.dp_world_size if isinstance(loader, ParallelAwareDataloader) else None
-
-
 def split_among_workers(loader: Any) -> None:
     """Give each worker process of a loader documents of its own.
 
@@ -101,17 +93,23 @@ def register_dataset(name: str, path: str, loader: Callable[[str], Any]) -> None
 
 
 def data_facts(config: Any, loader: Any) -> dict[str, str]:
-    """Facts on which a position in a loader's data depends: names and paths, size, workers."""
+    """Facts on which a position in a loader's data depends: names and paths, size, readers.
+
+    A checkpoint has a position for each data-parallel rank, which Titan cannot split again.
+    """
     names = [
         " ".join(str(v) for k in _OF_DATA if (v := getattr(source, k, None)))
         for source in getattr(config, "sources", None) or [config]
     ]
     workers = str(getattr(config, "num_workers", 0))
-    return {"data": ", ".join(names), "size": _size(loader), "workers": workers}
+    ranks = str(getattr(loader, "dp_world_size", ""))
+    return {"data": ", ".join(names), "size": _size(loader), "workers": workers, "ranks": ranks}
 
 
 def other_data(saved: dict[str, str], now: dict[str, str]) -> str:
     """Differences between the data of a checkpoint and those of a run; data may have moved."""
+    if (ranks := saved.get("ranks", now["ranks"])) != now["ranks"]:
+        return f"{ranks} data-parallel rank(s), and this run has {now['ranks']}"
     if saved["workers"] != now["workers"]:
         return f"dataloader.num_workers = {saved['workers']}, and this run has {now['workers']}"
     by = "size" if saved["size"] and now["size"] else "data"
