@@ -76,7 +76,6 @@ from torchtitan.distributed.flex_shard import build_dist_muon
 from torchtitan.experiments import _supported_experiments
 from torchtitan.models import _supported_models
 from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
-from torchtitan.observability.structured_logger import jsonl_handler
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from titan_ext.activation_checkpoint import FP8AC
@@ -87,7 +86,6 @@ from titan_ext.debug import watchdog
 from titan_ext.fsdp import units
 from titan_ext.parallelize import limits
 from titan_ext.plan import live as memory_plan
-from titan_ext.run import start
 
 LIST = Path(__file__).parents[1] / "data" / "contracts.txt"
 
@@ -715,12 +713,6 @@ def test_pydantic_errors_that_toml_messages_are_made_of():
     assert (error["loc"], error["msg"]) == ((1,), "Input should be a valid integer")
     with pytest.raises(PydanticUserError):
         TypeAdapter(torch.dtype)
-
-
-def test_titans_structured_log_takes_a_handler_of_ours():
-    theirs = inspect.signature(jsonl_handler.register_jsonl_handler).parameters
-    ours = inspect.signature(start.register_handler).parameters
-    assert list(ours)[:-1] == list(theirs)[:-1]
 
 
 def test_titans_warnings_that_are_never_shown():

@@ -1,7 +1,6 @@
 """The run's folder: one run at a time, and a disk with room."""
 
 import errno
-import logging
 import os
 import resource
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from tests.helpers.cluster import PATIENCE_S, kill_ranks, start_ranks
 from titan_ext.run import start
-from titan_ext.run.start import LOCK, Folder, check_folder, lock_folder, register_handler
+from titan_ext.run.start import LOCK, Folder, lock_folder
 
 
 def _hold(run: Path) -> None:
@@ -62,31 +61,12 @@ def test_a_file_system_without_locks_is_said(
     assert "cannot be locked" in caplog.text
 
 
-@pytest.fixture
-def full_disk():
+def test_a_full_disk_is_one_error_before_training(tmp_path: Path):
     """Files of this process may have 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_is_one_error_before_training(full_disk: None, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"where this rank cannot write: .*File too large"):
-        check_folder(str(tmp_path))
-    log = logging.Logger("structured")
-    register_handler(structured_logger=log, rank=0, source="test", output_dir=str(tmp_path))
-    assert log.handlers == [], "the error is not said by the log first"
-
-
-def test_a_disk_that_fills_up_ends_the_structured_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture, request
-):
-    log = logging.getLogger("structured")
-    register_handler(structured_logger=log, rank=0, source="test", output_dir=str(tmp_path))
-    request.getfixturevalue("full_disk")
-    for _ in range(1000):
-        log.warning("x" * 500, extra={"log_type_name": "test"})
-    assert log.handlers == []
-    assert caplog.text.count("structured logging ends here") == 1
-    assert capsys.readouterr().err == ""
+    try:
+        with pytest.raises(ValueError, match=r"where this rank cannot write: .*File too large"):
+            Folder().before_start(SimpleNamespace(dump_folder=str(tmp_path)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -11,7 +11,6 @@ ImportError in this module for a missing module; inside a config function it sho
 
 import argparse
 import functools
-import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,6 @@ def _config(name: str) -> "Trainer.Config":
     from titan_ext.parallelize.limits import wrong_degrees
 
     log_on_one_node()
-    handler = "titan_ext.run.start.register_handler"
-    os.environ.setdefault("TITAN_STRUCT_LOGGER_HANDLERS", handler)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--module", "--config"):
         parser.add_argument(option, nargs="?")  # Titan refuses one without its value

@@ -9,12 +9,9 @@ the data loader, does not keep it.
 
 import errno
 import fcntl
-import functools
 import json
-import logging
 import os
 import re
-import shutil
 import socket
 import tempfile
 import time
@@ -25,12 +22,11 @@ from typing import IO, Any
 from torch.utils._pytree import MappingKey, tree_flatten_with_path
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets.text_datasets import DATASETS
-from torchtitan.observability.structured_logger.jsonl_handler import TraceJsonlHandler
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import format_bytes, ranks_in_words
+from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS
@@ -64,21 +60,17 @@ class Paths(RunCheck):
         loader = config.dataloader
         name = str(getattr(loader, "dataset", ""))
         path = str(getattr(loader, "dataset_path", None) or "")
-        is_made_here = name == STDLIB_CORPUS
         known = getattr(DATASETS.get(name), "path", "")
         if not path and known.startswith(_IN_CHECKOUT) and not Path(known).exists():
             raise ValueError(
                 f"dataloader.dataset is {name!r}, which is {known} of TorchTitan's checkout, and "
                 f"that is not here. Expected dataloader.dataset_path, {_WITHOUT_CHECKOUT}."
             )
-        if Path(path).is_file():
+        is_local = path.startswith(_LOCAL) or Path(path).is_file()
+        if is_local and not Path(path).is_dir() and name != STDLIB_CORPUS:
             raise ValueError(
-                f"dataloader.dataset_path is {path!r}, a file; expected the folder of such files."
-            )
-        if path.startswith(_LOCAL) and not Path(path).exists() and not is_made_here:
-            raise ValueError(
-                f"dataloader.dataset_path is {path!r}: no such file or folder; expected one, or "
-                "the name of a data set on the Hugging Face hub."
+                f"dataloader.dataset_path is {path!r}: no such folder; expected the folder of the "
+                "files, or the name of a data set on the Hugging Face hub."
             )
         assets = config.hf_assets_path
         if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not Path(assets).is_dir():
@@ -97,7 +89,6 @@ class Folder(RunCheck):
             lock_folder(config.dump_folder)
 
 
-@functools.cache  # by Titan's structured log, and again before the start
 def check_folder(folder: str) -> None:
     """Raise ValueError for a folder where this rank cannot write, or whose disk is full."""
     try:
@@ -105,11 +96,8 @@ def check_folder(folder: str) -> None:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(_PROBE_NBYTES))
     except OSError as error:
-        free = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = f" {format_bytes(shutil.disk_usage(folder).free)} are free on its disk."
         raise ValueError(
-            f"dump_folder is {folder!r}, where this rank cannot write: {error}.{free}"
+            f"dump_folder is {folder!r}, where this rank cannot write: {error}."
         ) from error
 
 
@@ -141,30 +129,6 @@ def lock_folder(folder: str) -> None:
     file.write(f"host {socket.gethostname()}, process {os.getpid()}, since {since}\n")
     file.flush()
     _held[path] = file
-
-
-class _Handler(TraceJsonlHandler):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Give up after one line: Python prints a traceback for each of thousands of records."""
-        logging.getLogger(record.name).removeHandler(self)
-        logger.warning(f"{self.baseFilename} cannot be written; structured logging ends here.")
-
-
-def register_handler(
-    *, structured_logger: logging.Logger, rank: int, source: str, output_dir: str, **_: Any
-) -> None:
-    """Titan's structured log, which opens before any check of ours runs.
-
-    Titan calls this, as ``TITAN_STRUCT_LOGGER_HANDLERS`` tells it (``config_registry``). Where the
-    folder cannot be written there is no such log, and ``Folder`` says why.
-    """
-    try:
-        check_folder(output_dir)
-    except ValueError:
-        return
-    handler = _Handler(rank=rank, source=source, output_dir=output_dir)
-    structured_logger.addHandler(handler)
-    logger.info(f"Structured logging -> JSONL: {handler.baseFilename}")
 
 
 class RanksAgree(RunCheck):
