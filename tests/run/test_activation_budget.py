@@ -3,7 +3,6 @@
 import copy
 import os
 import subprocess
-import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -73,9 +72,7 @@ def _train_both(folder: Path, section: str) -> tuple[list[Trained], str]:
     return ranks, (folder / "logs" / "rank_0.log").read_text()
 
 
-def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_holds_what_was_solved(tmp_path: Path):
     make_corpus()
     with_budget = NO_FLOAT8 + f'budget = "{BUDGET // 2**20}MiB"\n'
     ranks, log = _train_both(tmp_path / "budget", with_budget)
@@ -95,77 +92,25 @@ def test_a_run_holds_what_was_solved_and_a_later_start_has_the_same_table(
     again = load(tmp_path / "budget" / "run" / "config.toml")
     assert again.activation_checkpoint == policy, "config.toml starts the same run"
 
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(activation_budget, "solve_elsewhere", None)
-    later: Any = load(tmp_path / "budget" / "run.toml")
-    later.dump_folder, later.training.steps = str(tmp_path / "budget" / "run"), 9
-    check = ActivationBudget()
-    check.before_start(later)
-    assert check._section is not None
-    use(later, check._section)
-    assert later.activation_checkpoint == policy
 
-
-def _exchange(odd_rank: int | None) -> tuple[Any, str]:
+def _exchange() -> Any:
     dist.init_process_group("gloo")
-    rank = int(os.environ["RANK"])
     config: Any = make_config(Run(parallelize="block"), Path("nowhere"))
     config.activation_checkpoint = FP8AC.Config(budget="1GiB")
     check = ActivationBudget()
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         table = {"attention.wq": "save", "*": "recompute"}
         check._section = {"policy": "fp8", "preset": "stock", "op_policies": table}
-    if rank == odd_rank:
-        activation_budget.use = lambda config, section: use(  # type: ignore[assignment]
-            config, {**section, "op_policies": {"attention.wq": "recompute", "*": "recompute"}}
-        )
-    error = ""
-    try:
-        check.before_build(config)
-    except ValueError as mistake:
-        error = str(mistake)
+    check.before_build(config)
+    dist.barrier()  # rank 0 has the store
     dist.destroy_process_group()
-    return config.activation_checkpoint, error
+    return config.activation_checkpoint
 
 
 def test_all_ranks_get_the_table_of_rank_0(tmp_path: Path):
-    ranks = run_ranks(_exchange, 3, None, log_folder=tmp_path)
     table = {"attention.wq": "save", "*": "recompute"}
-    assert ranks == [(FP8AC.Config(preset="stock", op_policies=table), "")] * 3
-
-
-def _with_devices(gib: list[int]) -> list[str]:
-    from torchtitan.tools.logging import logger
-
-    dist.init_process_group("gloo")
-    config: Any = make_config(Run(parallelize="block"), Path("nowhere"))
-    config.activation_checkpoint = FP8AC.Config(budget="fit 80GiB")
-    check = ActivationBudget()
-    check._section = {"policy": "fp8", "preset": "stock", "op_policies": {"*": "recompute"}}
-    check._memory = gib[dist.get_rank()] * 2**30
-    with unittest.mock.patch.object(logger, "warning") as warning:
-        check.before_build(config)
-    dist.destroy_process_group()
-    return [call.args[0] for call in warning.call_args_list]
-
-
-def test_devices_with_less_memory_than_rank_0_are_said_once(tmp_path: Path):
-    said, *others = run_ranks(_with_devices, 3, [80, 80, 40], log_folder=tmp_path / "less")
-    assert said == [
-        "activation_checkpoint.budget: solved for the 80.0 GiB of rank 0's device, and rank 2 can "
-        'have 40.0 GiB. "fit 40.0GiB" fits all of them.'
-    ]
-    assert others == [[], []]
-    assert run_ranks(_with_devices, 2, [40, 80], log_folder=tmp_path / "more") == [[], []]
-
-
-def test_a_rank_with_another_table_is_an_error_on_all(tmp_path: Path):
-    ranks = run_ranks(_exchange, 2, 1, log_folder=tmp_path)
-    assert {error for _, error in ranks} == {
-        "the ranks disagree on what to run:\n"
-        "  activation_checkpoint.op_policies.attention.wq: save on rank 0; recompute on rank 1"
-    }
+    ranks = run_ranks(_exchange, 3, log_folder=tmp_path)
+    assert ranks == [FP8AC.Config(preset="stock", op_policies=table)] * 3
 
 
 @pytest.fixture
@@ -199,40 +144,13 @@ def _start(config: Loader, folder: Path, text: str = "", budget: str = "1GiB") -
     return check._section
 
 
-def test_a_table_is_solved_again_only_for_another_run(
-    config: Loader,
-    folder: Path,
-    solved: list[list[str]],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    section = _start(config, folder)
-    assert section["op_policies"] == {"*": "recompute"}
-    assert _start(config, folder, "[training]\nsteps = 7\n") == section
-    assert len(solved) == 1
-    assert solved[0][2:4] == ["titan_ext", "dry-run"]
-    assert [solved[0][i + 1] for i in map(solved[0].index, ("--ranks", "--activations"))] == [
-        "8",
-        "1048576.0KiB",
-    ]
-    assert "--on-cpu" in solved[0]
-    assert not caplog.records
-
-    _start(config, folder, "[training]\nseq_len = 512\n")
-    assert "solved again: training.seq_len is 2048 there and 512 here." in caplog.text
-    _start(config, folder, "[training]\nseq_len = 512\n", budget="2GiB")
-    assert "solved again: activation_checkpoint.budget is 1GiB there and 2GiB here." in caplog.text
-    monkeypatch.setattr(activation_budget, "versions", lambda: {"torch": "9"})
-    _start(config, folder, "[training]\nseq_len = 512\n", budget="2GiB")
-    assert "solved again: versions." in caplog.text
-    (folder / "run" / FOLDER / "budget.toml").unlink()
-    _start(config, folder, "[training]\nseq_len = 512\n", budget="2GiB")
-    assert "solved again: it cannot be read (FileNotFoundError" in caplog.text
-    for memory in (80, 40):
-        monkeypatch.setattr(activation_budget, "_device_memory", lambda memory=memory: memory << 30)
-        _start(config, folder, budget="fit")
-    assert "solved again: memory." in caplog.text
-    assert len(solved) == 7
+def test_the_solver_is_a_dry_run_of_this_job(config: Loader, folder: Path, solved: list[list[str]]):
+    assert _start(config, folder)["op_policies"] == {"*": "recompute"}
+    (command,) = solved
+    assert command[2:4] == ["titan_ext", "dry-run"]
+    options = [command[command.index(name) + 1] for name in ("--ranks", "--activations")]
+    assert options == ["8", "1048576.0KiB"]
+    assert "--on-cpu" in command
 
 
 def test_as_many_forwards_are_paid_as_wait_at_once():

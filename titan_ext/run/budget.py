@@ -8,12 +8,11 @@ policy for every operation. The result is a TOML file with an ordinary ``op_poli
 For ``activation_checkpoint.budget`` a run starts that command on rank 0, in a process of its own: a
 dry run has a fake process group and fake tensors, which a trainer must not keep. The other ranks
 get its table: if one rank saved what another sends again, both would wait forever. ``budget/`` in
-the run's folder has the table, and a later start of the same run takes it from there.
+the run's folder has the table.
 """
 
 import contextlib
 import copy
-import json
 import os
 import subprocess
 import tempfile
@@ -46,20 +45,19 @@ from titan_ext.activation_checkpoint.solver import BlockKind, Host, Solution, so
 from titan_ext.base import no_accelerator
 from titan_ext.base.agreement import this_job
 from titan_ext.base.machines import MACHINES, machine_of, machine_toml
-from titan_ext.base.messages import and_more, format_bytes, parse_bytes, ranks_in_words
+from titan_ext.base.messages import and_more, format_bytes, parse_bytes
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, world_size
 from titan_ext.components.early_scores import with_early_scores
 from titan_ext.components.exchange_policy import without_halves
 from titan_ext.parallelize.recipe import recipe_of
-from titan_ext.run.record import as_json, differences, dry_run_elsewhere, versions
-from titan_ext.run.start import RanksAgree
+from titan_ext.run.record import dry_run_elsewhere
 from titan_ext.toml.convert import dump, identity
 from titan_ext.toml.files import to_toml
 
 FOLDER = "budget"
 """In the run's folder."""
-_ASKED, _CONFIG, _MACHINE, _SOLVED = "asked.json", "config.toml", "machine.toml", "budget.toml"
+_CONFIG, _MACHINE, _SOLVED = "config.toml", "machine.toml", "budget.toml"
 _SHARE = 0.9
 """Share of ``comm.init_timeout_seconds``, for which the other ranks wait."""
 
@@ -375,42 +373,22 @@ class ActivationBudget(RunCheck):
     """Turns ``budget`` into the ``op_policies`` of all ranks, before the model is built."""
 
     _section: dict[str, Any] | None = None
-    _memory: int | None = None
 
     def before_start(self, config: Any) -> None:
         """Raise ValueError for a budget that cannot be met."""
         if not has_budget(config):
             return
-        budget = Budget.parse(config.activation_checkpoint.budget)
-        self._memory = budget.memory or (None if budget.nbytes else _device_memory())
         if os.environ.get("RANK", "0") == "0":
-            self._section = _solved_before(config, self._memory) or _solve(config, self._memory)
+            self._section = _solve(config)
 
     def before_build(self, config: Any) -> None:
         """Give all ranks the table of rank 0."""
         if not has_budget(config):
             return
         if config.comm.mode not in ONE_PROCESS_MODES:
-            job = this_job()
-            self._section = job.broadcast("solved budget", lambda: self._section)
-            less = job.compare("memory", str(self._memory or 0), _less_than_rank_0)
-            if less and job.rank == 0:
-                logger.warning(f"{KEY}.budget: {less}")
+            self._section = this_job().broadcast("solved budget", lambda: self._section)
         assert self._section is not None
         use(config, self._section)
-        RanksAgree().before_build(config)
-
-
-def _less_than_rank_0(memories: list[tuple[str, list[int]]]) -> str:
-    """Warning of ranks with less memory than rank 0, which has solved for its own; "" if none."""
-    of_rank_0 = int(memories[0][0])
-    least, ranks = min((int(nbytes), ranks) for nbytes, ranks in memories)
-    if least == of_rank_0:
-        return ""
-    return (
-        f"solved for the {format_bytes(of_rank_0)} of rank 0's device, and {ranks_in_words(ranks)} "
-        f'can have {format_bytes(least)}. "{FIT} {least / 2**30:.1f}GiB" fits all of them.'
-    )
 
 
 def use(config: Any, section: dict[str, Any]) -> None:
@@ -455,7 +433,9 @@ def _device_memory() -> int:
     return torch.get_device_module(device).get_device_properties(device).total_memory
 
 
-def _solve(config: Any, memory: int | None) -> dict[str, Any]:
+def _solve(config: Any) -> dict[str, Any]:
+    budget = Budget.parse(config.activation_checkpoint.budget)
+    memory = budget.memory or (None if budget.nbytes else _device_memory())
     ranks, folder = world_size(config) or 1, Path(config.dump_folder) / FOLDER
     text = config.activation_checkpoint.budget
     logger.info(f"{KEY}.budget {text}: a dry run of rank 0 of {ranks} looks for the best policies.")
@@ -470,41 +450,5 @@ def _solve(config: Any, memory: int | None) -> dict[str, Any]:
     section, report = solve_elsewhere(
         config, ranks, folder, options, _SHARE * config.comm.init_timeout_seconds
     )
-    (folder / _ASKED).write_text(json.dumps(_asked(config, memory), indent=1) + "\n")
     logger.info(f"{report}\n{folder / _SOLVED} has the table; all ranks use it.")
     return section
-
-
-def _asked(config: Any, memory: int | None) -> dict[str, Any]:
-    """Everything on which a table depends."""
-    return {
-        "ranks": world_size(config) or 1,
-        "ranks_per_node": ranks_per_node(),
-        "config": as_json(identity(config)),
-        "memory": memory,
-        "versions": versions(),
-        "kernels": "a CPU's" if no_accelerator.needed() else "a GPU's",
-    }
-
-
-def _solved_before(config: Any, memory: int | None) -> dict[str, Any] | None:
-    """The section that an earlier start of the same run has left; None if there is none."""
-    folder = Path(config.dump_folder) / FOLDER
-    if not (folder / _ASKED).exists():
-        return None
-    now: dict[str, Any] = _asked(config, memory)
-    section: dict[str, Any] = {}
-    try:
-        asked = json.loads((folder / _ASKED).read_text())
-        section = tomllib.loads((folder / _SOLVED).read_text())[KEY]
-        differ = differences(asked, config)
-        differ += [key for key in ("memory", "versions", "kernels") if asked[key] != now[key]]
-    except (OSError, ValueError, KeyError) as error:
-        differ = [f"it cannot be read ({type(error).__name__}: {error})"]
-    if not differ:
-        logger.info(f"{KEY}.budget: the table of {folder / _SOLVED}, solved for this run before.")
-        return section
-    logger.warning(
-        f"{folder / _SOLVED} was solved for another run, and is solved again: {and_more(differ)}."
-    )
-    return None
