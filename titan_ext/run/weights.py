@@ -8,7 +8,7 @@ among that: the codes would be trained on as if they were weights.
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.messages import and_more, did_you_mean, matches
+from titan_ext.base.messages import and_more, matches
 from titan_ext.base.run_check import RunCheck
 from titan_ext.components.hf_export import (
     INDEX,
@@ -89,16 +89,14 @@ def check_weights(config: Trainer.Config, *, may_be_elsewhere: bool = False) -> 
         matched = [name for name in unread if matches(name, pattern)]
         ignored.update(matched)
         if is_initial and not matched:
-            near = did_you_mean(pattern, _roots(unread, wanted)).rstrip(".")
             differ.append(
                 f"checkpoint.ignore_weights has {pattern!r}, which matches nothing there that the "
-                f"model does not have{near}"
+                "model does not have"
             )
     if extra := [name for name in unread if name not in ignored and name not in needless]:
-        roots = ", ".join(f'"{root}"' for root in _roots(extra, wanted))
         differ.append(
-            f"with {and_more(extra)}, which the model does not have (to leave them unread, set "
-            f"checkpoint.ignore_weights = [{roots}])"
+            f"with {and_more(extra)}, which the model does not have (to leave them unread, name "
+            "them, or modules that have them, in checkpoint.ignore_weights)"
         )
     if differ:
         raise ValueError(f"{folder} does not fit the model: {'; '.join(differ)}.")
@@ -140,11 +138,6 @@ def _read_safetensors(
     wrong = []
     scales = {n: w for n in stored if (w := _weight_of_scale(n)) in stored}
     reads_codes = type(reader) is not HuggingFaceStorageReader
-    needed = [*wanted, *(scales if reads_codes else ())]
-    named = sorted({files[name] for name in needed if name in files})
-    if absent := [name for name in named if not (folder / name).exists()]:
-        wrong.append(f"without the files {and_more(absent)}, which its index names")
-
     coded = {
         name: str(stored[name].properties.dtype).removeprefix("torch.")
         for name in wanted
@@ -159,15 +152,14 @@ def _read_safetensors(
             f"the weight as it was: {and_more(part, 2)}"
         )
     if unread := [name for name in coded if name not in is_read]:
-        can = adapter.get_hf_storage_reader(str(folder), True)
-        if is_asked and reads_codes:
-            way_on = f"expected a scale of each in {INDEX} and in the files"
-        elif type(can) is not HuggingFaceStorageReader and scales:
-            way_on = (
-                "set checkpoint.initial_load_in_hf_quantized = true, and initial_load_path to it"
-            )
-        else:
-            way_on = f"TorchTitan cannot read them for {spec.name}: convert them to bfloat16"
+        can = type(adapter.get_hf_storage_reader(str(folder), True)) is not HuggingFaceStorageReader
+        can = can and bool(scales or is_asked)
+        way_on = (
+            "set checkpoint.initial_load_in_hf_quantized = true, and initial_load_path to it, with "
+            f"a scale of each in {INDEX} and in the files"
+            if can
+            else f"TorchTitan cannot read them for {spec.name}: convert them to bfloat16"
+        )
         said = and_more([f"{name} ({coded[name]})" for name in unread], 2)
         wrong.append(f"with codes that mean nothing without their scales: {said}; {way_on}")
     block = getattr(reader, "block_size", 0)  # torch's reader of float8 has one, and asks nobody
@@ -209,14 +201,3 @@ def _is_no_weight(name: str, item: Any, adapter: Any, names: Collection[str]) ->
     except Exception:  # Titan's adapters raise KeyError, ValueError, AssertionError, ...
         return False
     return bool(found) and all(known in names for known in found)
-
-
-def _roots(extra: Iterable[str], wanted: Iterable[str]) -> list[str]:
-    """The fewest modules, or weights, that hold ``extra`` and nothing that is wanted."""
-    taken = {x for name in wanted for x in _prefixes(name)}
-    return list(dict.fromkeys(next(x for x in _prefixes(n) if x not in taken) for n in extra))
-
-
-def _prefixes(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts) + 1))
