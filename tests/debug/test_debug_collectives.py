@@ -97,7 +97,7 @@ def test_a_rank_that_stops(fails, tmp_path: Path):
 @pytest.mark.slow
 def test_a_rank_that_dies(fails, tmp_path: Path):
     fails("killed")
-    report = _report_of(tmp_path, "1: died without an error")  # and perhaps rank 0
+    report = _report_of(tmp_path, "1: no end recorded: running, or killed")  # and perhaps rank 0
     assert "rank 0 waits in collective" in report
 
 
@@ -205,7 +205,7 @@ class _Rank(TraceWriter):
     """Writes the records of a rank, with the history that the recorder would add up."""
 
     def __init__(self, folder: Path, rank: int, groups: Sequence[str], ranks: int, host: str):
-        info = RankInfo(rank=rank, pid=os.getpid(), host=host)
+        info = RankInfo(rank=rank, host=host)
         info.groups = {group: _members(group, ranks) for group in groups}
         info.write(folder)
         self._history = 0
@@ -337,9 +337,7 @@ def test_a_report_does_not_grow_with_the_job(tmp_path: Path, monkeypatch: pytest
         assert parts[0] == ""
         assert "ranks 0-4, 6-63 wait in collective 16 of group fsdp/0: all_gather" in parts[1]
         assert "rank 5 has not issued it; the last that it issued is" in parts[1]
-        assert parts[2] == f"ranks 0-{ranks - 1}: running on another machine, as far as the " + (
-            "records say"
-        )
+        assert parts[2] == f"ranks 0-{ranks - 1}: no end recorded: running, or killed"
     assert found[0] == found[1]
 
 

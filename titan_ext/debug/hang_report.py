@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import socket
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from titan_ext.base.messages import and_more, ranks_in_words
+from titan_ext.base.messages import ranks_in_words
 
 _TAIL_NBYTES = 1 << 18
 """A record with the splits of 8,192 ranks fits into it."""
@@ -76,11 +75,10 @@ class RankInfo:
 
     Attributes:
         groups: The ranks of each process group that it is in, by name.
-        ending: "" while it runs, "finished", or the error that ended it.
+        ending: "finished", or the error that ended it; "" while it runs, or if it was killed.
     """
 
     rank: int
-    pid: int
     host: str
     groups: dict[str, list[int]] = field(default_factory=dict)
     ending: str = ""
@@ -207,15 +205,10 @@ class Comparison:
         alike: dict[str, list[int]] = defaultdict(list)
         first: dict[str, str] = {}
         for rank, info in self.infos.items():
-            state = _state(info)
-            key = re.sub(r"\d+", "", state)  # ports, addresses, indices
-            first.setdefault(key, state)
+            key = re.sub(r"\d+", "", info.ending)  # ports, addresses, indices
+            first.setdefault(key, info.ending or "no end recorded: running, or killed")
             alike[key].append(rank)
-        lines = []
-        for key, ranks in alike.items():
-            pids = and_more([self.infos[rank].pid for rank in ranks])
-            process = f" (process {pids})" if key.startswith(("died", "stopped")) else ""
-            lines.append(f"{ranks_in_words(ranks)}: {first[key]}{process}")
+        lines = [f"{ranks_in_words(ranks)}: {first[key]}" for key, ranks in alike.items()]
         return "\n".join(lines[:_MOST_COMPARED])
 
     def parts(self) -> list[str]:
@@ -309,35 +302,6 @@ def _wrong_splits(members: Sequence[int], records: Mapping[int, Record]) -> list
         for receiver, (_, expects) in splits.items()
         if (sent := sends[at[receiver]]) != (expected := expects[at[sender]])
     ]
-
-
-def _state(info: RankInfo) -> str:
-    """The state of a rank: "running", "stopped ...", "died ...", "failed: ..." or "finished"."""
-    if info.ending:
-        return info.ending
-    if info.host != socket.gethostname():
-        return "running on another machine, as far as the records say"
-    match _process_state(info.pid):
-        case "":
-            return "died without an error: killed, or aborted by its backend"
-        case "T":
-            return "stopped by a signal"
-        case _:
-            return "running"
-
-
-def _process_state(pid: int) -> str:
-    """The letter of ps(1); "" if the process has ended; "?" where the system does not say."""
-    try:
-        os.kill(pid, 0)
-        # After the name of the process, which may itself have spaces and parentheses (proc(5)).
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except ProcessLookupError:
-        return ""
-    except OSError:
-        return "?"
-    # A zombie has ended, though ``os.kill`` still finds it.
-    return "" if letter in "ZX" else letter
 
 
 def main() -> None:

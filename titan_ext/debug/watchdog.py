@@ -103,7 +103,7 @@ class CollectiveWatchdog(RunCheck):
             others = sorted(path for path in self._folder.parent.glob("*") if path.is_dir())
             for old in others[: -_KEPT_RUNS + 1]:
                 shutil.rmtree(old, ignore_errors=True)
-        self._info = RankInfo(rank=rank, pid=os.getpid(), host=socket.gethostname())
+        self._info = RankInfo(rank=rank, host=socket.gethostname())
         self._info.write(self._folder)
         self._trace = TraceWriter(self._info.folder(self._folder), rank)
         self._hook_new_groups()
