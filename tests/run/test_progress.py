@@ -2,44 +2,15 @@
 
 import logging
 import sys
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torchtitan.config import ConfigManager
 
-from tests.helpers.training import Run, make_config, titan_config
+from tests.helpers.training import titan_config
 from titan_ext.base.messages import duration
 from titan_ext.config_registry.terminal import hide_noise, log_on_one_node
-from titan_ext.run.checks import Progress
 from titan_ext.run.trainer import extend_config
-
-
-class _Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def test_time_left_is_that_of_the_steps_after_the_first(caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO")
-    clock = _Clock()
-    check = Progress(clock=clock)
-    trainer: Any = SimpleNamespace(
-        step=0, config=SimpleNamespace(training=SimpleNamespace(steps=104))
-    )
-    trainer.metrics_processor = SimpleNamespace(should_log=lambda step: step % 2 == 0)
-    for seconds in [600] + [20] * 5:  # the first compiles
-        trainer.step += 1
-        with check.around_step(trainer):
-            clock.now_s += seconds
-    assert caplog.messages == [
-        "Step 2 of 104, 20 s a step: about 34 min left",
-        "Step 4 of 104, 20 s a step: about 33 min left",
-        "Step 6 of 104, 20 s a step: about 33 min left",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -55,16 +26,6 @@ def test_time_left_is_that_of_the_steps_after_the_first(caplog: pytest.LogCaptur
 )
 def test_duration(seconds: float, said: str):
     assert duration(seconds) == said
-
-
-def test_trainable_parameters_are_counted_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    caplog.set_level("INFO")
-    config = make_config(Run(parallelize="block", lora=8, layers=2), tmp_path)
-    assert config.model_spec is not None
-    model = cast(Any, config.model_spec.model)
-    Progress().after_build(SimpleNamespace(model_config=model))
-    adapters = 2 * 8 * (2 * 256 + 16 * 192 + 16 * 128)  # rank 8: wq is 256 -> 16 x 192, wo back
-    assert caplog.messages[-1].startswith(f"Trainable: {adapters:,} of ")
 
 
 def test_defaults_are_not_warned_of(caplog: pytest.LogCaptureFixture):

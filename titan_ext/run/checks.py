@@ -5,8 +5,7 @@ To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 """
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -14,11 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import duration
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import are_finite
 from titan_ext.components.hf_export import HuggingFaceExport
@@ -35,8 +32,6 @@ from titan_ext.run.weights import Weights
 _TOGETHER = timedelta(seconds=20)
 _NEVER = 1 << 30
 """More gradients than a rank has."""
-_EVERY_S = 30.0
-"""Between two lines of progress at least: steps can be shorter than it takes to read one."""
 
 
 class Collectives(RunCheck):
@@ -217,43 +212,6 @@ class ActivationMemory(RunCheck):
             log_memory_report(trainer)
 
 
-class Progress(RunCheck):
-    """Logs what trains, and at logged steps how long the rest takes.
-
-    The pace is that of all steps but the first of this start, saves and validation included.
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock  # seconds
-        self._first: tuple[int, float] | None = None  # the first step that was done, and when
-        self._said_s = float("-inf")
-
-    def after_build(self, trainer: Any) -> None:
-        with torch.device("meta"):  # whole: the trainer has a shard, or a stage
-            params = list(trainer.model_config.build().parameters())
-        trainable = sum(param.numel() for param in params if param.requires_grad)
-        total = sum(param.numel() for param in params)
-        logger.info(f"Trainable: {trainable:,} of {total:,} parameters")
-
-    @contextmanager
-    def around_step(self, trainer: Any) -> Iterator[None]:
-        yield
-        step, now_s = trainer.step, self._clock()
-        if self._first is None:
-            self._first = step, now_s
-            return
-        steps = trainer.config.training.steps
-        is_due = trainer.metrics_processor.should_log(step) and now_s - self._said_s >= _EVERY_S
-        if is_due and step < steps:
-            self._said_s = now_s
-            first, since_s = self._first
-            pace_s = (now_s - since_s) / (step - first)
-            logger.info(
-                f"Step {step} of {steps}, {pace_s:.3g} s a step: about "
-                f"{duration(pace_s * (steps - step))} left"
-            )
-
-
 # The record is the outermost: errors of all others end up in it.
 # Contexts are entered in this order: the collectives of all others are recorded.
 RUN_CHECKS: tuple[type[RunCheck], ...] = (
@@ -273,5 +231,4 @@ RUN_CHECKS: tuple[type[RunCheck], ...] = (
     ActivationMemory,
     Receipts,
     PaceCheck,
-    Progress,
 )
