@@ -8,8 +8,7 @@ neighbours, and the rank that others wait for waits least itself.
 Where tokens are exchanged the host reads the counts anyway, and the stream waits for the tokens. So
 a measurement waits for nothing that the step would not wait for. What a rank has measured goes to
 the job's store, from a thread: no collective, and no step waits. Rank 0 reads it two logged steps
-later and warns. The rank that logs Titan's metrics, in a pipeline one of the last stage, gets them
-by the store.
+later and warns. Titan's metrics have the times of the rank that logs them.
 
 Titan's standard dispatcher without a compiler has counts that the host reads. Elsewhere only the
 pace is measured.
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.components.metrics import LoggerContainer
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compile import compiles_model
@@ -50,8 +48,6 @@ _DROP = 0.9
 """Share of the usual tokens a second."""
 _LASTING_DROP = 5
 _EXPERTS = "experts"
-_METRICS = "metrics"
-"""Key of the newest step's metrics, in the store."""
 
 
 class RankStep(NamedTuple):
@@ -60,7 +56,6 @@ class RankStep(NamedTuple):
     Attributes:
         group: First of the ranks with which it exchanges tokens; itself where it has no experts.
         wait_ms: Wait for token counts, in all layers of the step.
-        travel_ms: From when its tokens were sent until its experts had theirs, in all layers.
         step_ms: The step, by its host's clock.
         tokens: Tokens that its experts got in the last microbatch, by layer.
     """
@@ -69,30 +64,24 @@ class RankStep(NamedTuple):
     rank: int
     group: int
     wait_ms: float
-    travel_ms: float
     step_ms: float
     tokens: dict[str, int]
 
 
-def findings_of(rows: Iterable[RankStep]) -> tuple[dict[str, float], dict[str, str]]:
-    """Metrics of a logged step, and its faults in words, by what they are about.
+def faults_of(rows: Iterable[RankStep]) -> dict[str, str]:
+    """Faults of a logged step in words, by what they are about.
 
-    Both are empty where no two ranks exchange tokens.
+    There are none where no two ranks exchange tokens.
     """
     by_group: dict[int, list[RankStep]] = defaultdict(list)
     for row in rows:
         by_group[row.group].append(row)
     groups = [group for group in by_group.values() if len(group) > 1]
     if not groups:
-        return {}, {}
-    every = [row for group in groups for row in group]
-    metrics = {
-        "titan_ext/waits for token counts(ms)": statistics.fmean(row.wait_ms for row in every),
-        "titan_ext/tokens travel to experts(ms)": statistics.fmean(row.travel_ms for row in every),
-    }
+        return {}
     faults = {}
     late_ms, late = max(map(_latest, groups))
-    if late_ms > _NOTABLE * statistics.median(row.step_ms for row in every):
+    if late_ms > _NOTABLE * statistics.median(row.step_ms for group in groups for row in group):
         faults[f"rank {late}"] = (
             f"rank {late} is late: the others wait {late_ms:.1f} ms a step for it before they "
             "exchange tokens"
@@ -103,7 +92,7 @@ def findings_of(rows: Iterable[RankStep]) -> tuple[dict[str, float], dict[str, s
             f"experts are uneven: those of rank {full} got {times:.2f} times the mean tokens in "
             f"layer {layer}"
         )
-    return metrics, faults
+    return faults
 
 
 def _latest(group: list[RankStep]) -> tuple[float, int]:
@@ -219,8 +208,6 @@ class PaceCheck(RunCheck):
         self._store: Any = None  # where waits are measured
         self._told: Future[Any] | None = None
         self._unread: deque[str] = deque()  # keys of which rank 0 has told, oldest first
-        self._logs = False
-        self._metrics: dict[str, float] = {}
 
     def after_build(self, trainer: Any) -> None:
         config = trainer.config
@@ -235,8 +222,6 @@ class PaceCheck(RunCheck):
                     layer = next(x for x in canonical_fqn(name).split(".") if x.isdigit())
                     self._dispatchers[layer] = dispatcher
                     self._group = min(dist.get_process_group_ranks(dispatcher.ep_mesh.get_group()))
-        # Titan gives others a logger that does nothing.
-        self._logs = isinstance(trainer.metrics_processor.logger, LoggerContainer)
         # All ranks take part, also those of a stage without experts.
         self._store = this_job().subject("pace")
         self._thread = ThreadPoolExecutor(1, "pace")
@@ -260,11 +245,9 @@ class PaceCheck(RunCheck):
         now_s = self._clock()
         last, self._last = self._last, (self._count, now_s)
         if self._store is not None:
-            self._tell(trainer.step, 1e3 * (now_s - since_s), meters)
+            self._tell(trainer, 1e3 * (now_s - since_s), meters)
         if dist.get_rank() == 0 and last is not None:
             self.monitor.pace(trainer.step, 1e3 * (now_s - last[1]) / (self._count - last[0]))
-        if self._metrics:
-            trainer.metrics_processor.logger.log(self._metrics, trainer.step)
 
     @contextlib.contextmanager
     def around_run(self, trainer: Any) -> Iterator[None]:
@@ -275,13 +258,19 @@ class PaceCheck(RunCheck):
                 self._thread.submit(self._read, 0)
                 self._thread.shutdown()
 
-    def _tell(self, step: int, step_ms: float, meters: dict[str, Meter]) -> None:
-        """Give the store what this rank has measured; on rank 0 read what it has of all."""
+    def _tell(self, trainer: Any, step_ms: float, meters: dict[str, Meter]) -> None:
+        """Log and give the store what this rank has measured; on rank 0 read that of all."""
         # Titan has just read the loss, so the device has done the step.
         times = [meter.ms() for meter in meters.values()]
         wait_ms, travel_ms = (sum(ms[what] for ms in times) for what in ("wait", "travel"))
         tokens = {layer: meter.tokens for layer, meter in meters.items()}
-        row = RankStep(step, dist.get_rank(), self._group, wait_ms, travel_ms, step_ms, tokens)
+        if meters:  # most ranks have a logger that does nothing
+            metrics = {
+                "titan_ext/waits for token counts(ms)": wait_ms,
+                "titan_ext/tokens travel to experts(ms)": travel_ms,
+            }
+            trainer.metrics_processor.logger.log(metrics, trainer.step)
+        row = RankStep(trainer.step, dist.get_rank(), self._group, wait_ms, step_ms, tokens)
         if self._told is None or self._told.done():  # else the store is slow, and steps are not
             self._told = self._thread.submit(self._exchange, f"step {self._count}", row)
 
@@ -291,8 +280,6 @@ class PaceCheck(RunCheck):
         if row.rank == 0:
             self._unread.append(key)
             self._read(2)
-        if self._logs and self._store.check([_METRICS]):
-            self._metrics = json.loads(self._store.get(_METRICS))
 
     def _read(self, but: int) -> None:
         """Read the steps that rank 0 has told of, but for the last so many."""
@@ -301,7 +288,4 @@ class PaceCheck(RunCheck):
             lines = self._store.get(key).decode().splitlines()
             self._store.delete_key(key)
             rows = [RankStep(*json.loads(line)) for line in lines]
-            metrics, faults = findings_of(rows)
-            self.monitor.take(rows[0].step, faults)
-            if metrics:
-                self._store.set(_METRICS, json.dumps(metrics))
+            self.monitor.take(rows[0].step, faults_of(rows))
