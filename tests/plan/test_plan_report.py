@@ -138,8 +138,8 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
         ),
     )
     check = Receipts()
-    check.after_build(trainer)
     check._plan = _plan(memory=100) | {"reserved": 100}
+    check.after_build(trainer)
     for trainer.step in (1, 2, 3):
         with check.around_step(trainer):
             model.weight.grad = torch.zeros(2, 3)

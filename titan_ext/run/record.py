@@ -139,7 +139,6 @@ class Receipts(RunCheck):
 
     def __init__(self) -> None:
         self._steps = 0
-        self._peak: dict[str, int] = {}
         self._facts: dict[str, Any] = {}
         self._measured: dict[str, int] = {}
         self._plan: Mapping[str, Any] | None = None
@@ -169,13 +168,10 @@ class Receipts(RunCheck):
         }
 
         def note(*_: Any) -> None:  # before Titan's metrics begin a new peak
-            peaks = _peaks(trainer.device)
-            for name, nbytes in peaks.items():
-                self._peak[name] = max(self._peak.get(name, 0), nbytes)
             if self._steps == _COMPARED_STEP:
-                self._measured = peaks
+                self._measured = _peaks(trainer.device)
 
-        if _peaks(trainer.device):
+        if self._plan is not None:
             # Not at the end of around_step: Titan has logged by then, and reset the peak.
             trainer.optimizers.register_step_post_hook(note)
 
@@ -208,7 +204,7 @@ class Receipts(RunCheck):
 
     def receipts(self) -> dict[str, Any]:
         """By subject; what is not known is left out."""
-        facts = {**self._facts, "compiled": compiled(), "memory": dict(self._peak)}
+        facts = {**self._facts, "compiled": compiled()}
         return {subject: fact for subject, fact in facts.items() if fact}
 
 

@@ -38,13 +38,13 @@ _PROBE_NBYTES = 2**20
 _HELD_ELSEWHERE = (errno.EACCES, errno.EAGAIN)
 _held: dict[Path, IO[str]] = {}
 """Locks of this process. Closing any file of the name would give its lock back."""
-_LOCAL = ("/", "./", "../", "~")
 _IN_CHECKOUT = "tests/assets/"
+"""Files of Titan's checkout that some of its configs name."""
+_LOCAL = ("/", "./", "../", "~", _IN_CHECKOUT)
 _WITHOUT_CHECKOUT = (
     f'or {STDLIB_CORPUS} for one that is made here: "--hf_assets_path {STDLIB_CORPUS} '
     f'--dataloader.dataset {STDLIB_CORPUS}" (--config moe_debug.toml has both)'
 )
-"""Files of Titan's checkout that some of its configs name."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN_KEYS = 10
 
@@ -59,18 +59,14 @@ class Paths(RunCheck):
         """
         loader = config.dataloader
         name = str(getattr(loader, "dataset", ""))
-        path = str(getattr(loader, "dataset_path", None) or "")
         known = getattr(DATASETS.get(name), "path", "")
-        if not path and known.startswith(_IN_CHECKOUT) and not Path(known).exists():
-            raise ValueError(
-                f"dataloader.dataset is {name!r}, which is {known} of TorchTitan's checkout, and "
-                f"that is not here. Expected dataloader.dataset_path, {_WITHOUT_CHECKOUT}."
-            )
+        in_checkout = known if known.startswith(_IN_CHECKOUT) else ""
+        path = str(getattr(loader, "dataset_path", None) or in_checkout)
         is_local = path.startswith(_LOCAL) or Path(path).is_file()
         if is_local and not Path(path).is_dir() and name != STDLIB_CORPUS:
             raise ValueError(
                 f"dataloader.dataset_path is {path!r}: no such folder; expected the folder of the "
-                "files, or the name of a data set on the Hugging Face hub."
+                f"files, the name of a data set on the Hugging Face hub, {_WITHOUT_CHECKOUT}."
             )
         assets = config.hf_assets_path
         if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not Path(assets).is_dir():
