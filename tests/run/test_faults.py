@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.run.checkpoints import CheckpointManager, verify_checksums
-from titan_ext.run.start import Folder, Paths
+from titan_ext.run.start import Paths
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
 from titan_ext.run.trainer import extend_config
 
@@ -174,17 +175,14 @@ def test_a_bit_flip_is_nothing_to_torch(tmp_path: Path, one_rank: None):
     assert (loaded["w"] != torch.arange(1000.0)).sum() == 1
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"dump_folder is '.*/file/run', where this rank cannot"):
-        Folder().before_start(SimpleNamespace(dump_folder=str(tmp_path / "file" / "run")))
-
-
-def test_data_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
-    config = extend_config(titan_config("qwen3"))
+@pytest.mark.parametrize("key", ["dataloader.dataset_path", "hf_assets_path"])
+def test_a_path_that_is_not_there_is_named_before_any_process_group(key: str, tmp_path: Path):
+    config: Any = extend_config(titan_config("qwen3"))
     config.dump_folder = str(tmp_path)
-    config.dataloader.dataset_path = str(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"dataloader\.dataset_path is '.*/nothing'.*no such"):
+    config.dataloader.dataset_path = config.hf_assets_path = str(tmp_path)
+    section = config.dataloader if "." in key else config
+    setattr(section, key.rpartition(".")[2], str(tmp_path / "nothing"))
+    with pytest.raises(ValueError, match=rf"{re.escape(key)} is '.*/nothing': no such folder"):
         config.build()
     assert not torch.distributed.is_initialized()
 
@@ -203,16 +201,6 @@ def test_own_text_is_a_folder_and_titans_sample_needs_its_checkout(
         Paths().before_start(config)
     config.dataloader.dataset_path = str(tmp_path)
     Paths().before_start(config)
-
-
-def test_a_tokenizer_that_is_not_there_is_named_before_any_process_group(tmp_path: Path):
-    config = extend_config(titan_config("qwen3"))
-    config.dump_folder = str(tmp_path)
-    config.hf_assets_path = str(tmp_path / "nothing")
-    config.dataloader.dataset = "python_stdlib"  # type: ignore[attr-defined]
-    with pytest.raises(ValueError, match=r"hf_assets_path is '.*/nothing': no such folder"):
-        config.build()
-    assert not torch.distributed.is_initialized()
 
 
 def _launch_a_worker(folder: Path) -> None:

@@ -10,7 +10,6 @@ Records and reports of ``debug.record_collectives`` have their tests in test_deb
 import json
 import os
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -247,23 +246,6 @@ def test_where_each_rank_differs_a_few_are_kept():
     assert all(ranks == [int(word.split()[1])] for word, ranks in classes)
 
 
-def _gathered(job: Job, subject: str, value: str, verdict_of: Callable[[Any], str]) -> str:
-    """As ``Job.compare``, but every rank gets the values of all."""
-    store = job.subject(subject)
-    store.set(str(job.rank), value)
-    for rank in range(job.ranks):
-        store.wait([str(rank)])
-        store.get(str(rank))
-    return ""
-
-
-def test_a_gather_over_all_ranks_turns_these_tests_red(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Job, "compare", _gathered)
-    monkeypatch.setattr(sys.modules[__name__], "_SMALL", 8)
-    with pytest.raises(AssertionError):
-        test_a_start_costs_a_rank_the_same_in_any_job(64)
-
-
 def test_all_ranks_stop_after_the_same_step():
     for seed in range(300):
         few = random.Random(seed)
@@ -353,11 +335,6 @@ def test_what_one_rank_finds_is_an_error_of_all(saved: Any, monkeypatch: pytest.
         assert {type(error) for error in results} == {ValueError}
         (words,) = {str(error) for error in results}
         assert all((name in words) == (name in names[1:3]) for name in names)
-
-    (step / ".metadata").write_bytes(b"no pickle")
-    results, _, _ = _resume(saved, 64, monkeypatch)
-    (words,) = {str(error) for error in results}
-    assert "step-4 is corrupt (.metadata: cannot be read" in words
 
 
 def test_an_error_of_rank_0_is_one_of_all():

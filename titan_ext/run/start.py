@@ -80,21 +80,18 @@ class Folder(RunCheck):
     """Checks that ``dump_folder`` can be written, and locks it."""
 
     def before_start(self, config: Any) -> None:
-        check_folder(config.dump_folder)
+        """Raise ValueError for a folder where this rank cannot write, or whose disk is full."""
+        folder = config.dump_folder
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(bytes(_PROBE_NBYTES))
+        except OSError as error:
+            raise ValueError(
+                f"dump_folder is {folder!r}, where this rank cannot write: {error}."
+            ) from error
         if os.environ.get("RANK", "0") == "0":
-            lock_folder(config.dump_folder)
-
-
-def check_folder(folder: str) -> None:
-    """Raise ValueError for a folder where this rank cannot write, or whose disk is full."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(_PROBE_NBYTES))
-    except OSError as error:
-        raise ValueError(
-            f"dump_folder is {folder!r}, where this rank cannot write: {error}."
-        ) from error
+            lock_folder(folder)
 
 
 def lock_folder(folder: str) -> None:
