@@ -128,14 +128,12 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path):
     "read",
     [
         lambda x: x.sum().item(),
-        lambda x: bool(x.isfinite().all()),
         lambda x: x.cpu(),
-        lambda x: x.tolist(),
         lambda x: x[x > 0],
         lambda x: x if x.isnan().any() else -x,
         lambda x: torch.equal(x, -x),
     ],
-    ids=["item", "bool", "cpu", "tolist", "mask", "if", "equal"],
+    ids=["item", "cpu", "mask", "if", "equal"],
 )
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_read_is_counted(read: Any, backward: bool):

@@ -450,15 +450,10 @@ def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCapture
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    ("run", "name"),
-    [
-        # TorchTitan 0.3's adapter has older names of the experts: stock exports without them.
-        (Run(model="gpt_oss", parallelize="block"), "inner_experts.mlp1_weight_EGD"),
-    ],
-    ids=str,
-)
-def test_an_export_that_would_leave_weights_out(run: Run, name: str, tmp_path: Path):
+def test_an_export_that_would_leave_weights_out(tmp_path: Path):
+    """TorchTitan 0.3's adapter has older names of the experts: stock exports without them."""
+    run = Run(model="gpt_oss", parallelize="block")
+    name = "inner_experts.mlp1_weight_EGD"
     with pytest.raises(ValueError, match=rf"last_save_in_hf is on.* has no name for .*{name}"):
         HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
 
