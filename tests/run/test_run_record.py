@@ -13,7 +13,8 @@ import torch
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed, titan_config
 from titan_ext.config_registry.resolve import Resolved, load, resolve
-from titan_ext.run.record import Receipts, RunRecord, as_json, compiled, origin
+from titan_ext.run.checkpoints import CheckpointManager
+from titan_ext.run.record import Receipts, RunRecord, as_json, compiled, origin, what_is_next
 from titan_ext.toml.convert import dump
 
 FILES = sorted((Path(__file__).parents[2] / "train_configs").glob("*.toml"))
@@ -119,6 +120,32 @@ def test_each_start_has_its_entry_and_no_failure_is_one_of_the_run(
     starts = json.loads((tmp_path / "run.json").read_text())["starts"]
     assert [start["ending"] for start in starts] == ["stopped", "RuntimeError: disk"]
     assert "the record of the run is not complete: KeyError: 'a unit'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        ({}, "No checkpoint was saved; checkpoint.enable = true saves them."),
+        ({"enable": True, "load_only": True}, "No checkpoint was saved; "),
+        (
+            {"enable": True, "last_save_model_only": False},
+            "To train on from out/checkpoint/step-5, start the same command with more training.",
+        ),
+        (
+            {"enable": True, "last_save_in_hf": True},
+            "weights alone: a run in another dump_folder starts from them with --checkpoint."
+            "initial_load_path out/checkpoint/step-5 --checkpoint.initial_load_in_hf.",
+        ),
+    ],
+)
+def test_the_end_of_a_run_says_what_is_next(checkpoint: dict[str, Any], said: str):
+    config = SimpleNamespace(dump_folder="out", checkpoint=CheckpointManager.Config(**checkpoint))
+    trainer = SimpleNamespace(
+        config=config, step=5, checkpointer=SimpleNamespace(folder="out/checkpoint")
+    )
+    sentence = what_is_next(trainer)
+    assert sentence.startswith("Finished at step 5; out/run.json says what ran. ")
+    assert said in sentence
 
 
 def test_a_record_is_written_whole(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch):

@@ -42,7 +42,11 @@ _Float8Linear: Any = titan_float8.Float8Linear  # None where there is no torchao
 
 
 class GatheredWeight(WeightWithDynamicFloat8CastTensor):
-    """torchao's weight, cast for FSDP2 out of sight of a checkpoint: a recompute casts none."""
+    """torchao's weight, cast for FSDP2 out of sight of a checkpoint: a recompute casts none.
+
+    It travels as bytes: gloo has no float8, and FSDP2 sends a unit of one dtype in that
+    (``_get_all_gather_input_metadatas`` in _fsdp_collectives.py).
+    """
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
@@ -59,9 +63,16 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
             if known is None:
                 (self._precomputed_scale,) = _scales([self], mesh, [Shard(0)])
             try:
-                return super().fsdp_pre_all_gather(mesh)
+                (data,), metadata = super().fsdp_pre_all_gather(mesh)
             finally:
                 self._precomputed_scale = known
+            return (data.view(torch.uint8),), metadata
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], *given: Any, **named: Any
+    ) -> Any:
+        (data,) = all_gather_outputs
+        return super().fsdp_post_all_gather((data.view(self._dtype),), *given, **named)
 
 
 class GatheredFloat8Linear(_Float8Linear):

@@ -116,8 +116,7 @@ class RunRecord(RunCheck):
                     self._entry["receipts"] = check.receipts()
             self._write(trainer)
             if ending == "finished":
-                record = Path(trainer.config.dump_folder) / RECORD
-                logger.info(f"Finished at step {trainer.step}; {record} says what ran.")
+                logger.info(what_is_next(trainer))
 
     def _write(self, trainer: Any) -> None:
         path = Path(trainer.config.dump_folder) / RECORD
@@ -127,6 +126,23 @@ class RunRecord(RunCheck):
         partial = path.with_name(f"{RECORD}.part")
         partial.write_text(json.dumps({"starts": [*others, self._entry]}, indent=1) + "\n")
         partial.replace(path)
+
+
+def what_is_next(trainer: Any) -> str:
+    """For the end of a finished run: where its results are, and how training goes on."""
+    checkpoint = trainer.config.checkpoint
+    record = Path(trainer.config.dump_folder) / RECORD
+    done = f"Finished at step {trainer.step}; {record} says what ran."
+    if not checkpoint.enable or checkpoint.load_only:
+        return f"{done} No checkpoint was saved; checkpoint.enable = true saves them."
+    saved = f"{trainer.checkpointer.folder}/step-{trainer.step}"
+    if not checkpoint.last_save_model_only:
+        return f"{done} To train on from {saved}, start the same command with more training.steps."
+    safetensors = " --checkpoint.initial_load_in_hf" if checkpoint.last_save_in_hf else ""
+    return (
+        f"{done} {saved} has the weights alone: a run in another dump_folder starts from them with "
+        f"--checkpoint.initial_load_path {saved}{safetensors}."
+    )
 
 
 class Receipts(RunCheck):
