@@ -101,17 +101,6 @@ def test_tied_weights_are_the_head():
     assert _decisions(plan)["tok_embeddings+lm_head"] is True
 
 
-def test_what_is_small_outside_the_blocks_stays():
-    model = _built("deepseek_v3")
-    model.tok_embeddings = torch.nn.Embedding(2, 2)
-    dims = degrees(dp_shard=2)
-    plan = resolve_sharding(model, FSDPSettings(wrap="block"), dims, Nodes(8, 8))
-    assert plan["tok_embeddings"].reshard_after_forward is False
-    always = FSDPSettings(wrap="block", reshard_after_forward="always")
-    plan = resolve_sharding(model, always, dims, Nodes(8, 8))
-    assert plan["tok_embeddings"].reshard_after_forward is True
-
-
 def test_a_world_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"is 3, .* sharded over 8; expected one of 1, 2, 4, 8"):
         _plan(reshard_after_forward=3)

@@ -166,14 +166,12 @@ def _plan_units(
     """Plan ``units``, but for prefetching; ``others`` are parameters outside all of them."""
     owned = _owned_parameters(of, units, others)
     plans = [UnitPlan(**vars(u), groups=_plan_groups(of, u, owned[u.name])) for u in units]
-    largest = max((plan.gathered_nbytes for plan in plans), default=0)
     return [
         replace(
             plan,
             reshard_after_forward=_reshard_of(
                 of,
                 plan,
-                is_rounding_error=plan.gathered_nbytes * 100 <= largest,
                 on_model_axis=of.dims.spmd_backend != "spmd_types"
                 and any(is_new for *_, is_new in owned[plan.name].values()),
             ),
@@ -182,19 +180,16 @@ def _plan_units(
     ]
 
 
-def _reshard_of(
-    of: _Job, unit: UnitPlan, *, is_rounding_error: bool, on_model_axis: bool
-) -> bool | int:
+def _reshard_of(of: _Job, unit: UnitPlan, *, on_model_axis: bool) -> bool | int:
     """FSDP2's ``reshard_after_forward`` for one unit.
 
     Of several patterns for its name the last counts, then its kind, then the setting for all.
     "default" frees a unit after forward, except in a pipeline, which would gather it again for
-    every microbatch, and except small units outside the blocks. The head runs first in backward,
-    so of the settings for all units only "always" frees it. An int frees the embedding: no backward
+    every microbatch, and except the head. The head runs first in backward, so of the settings for
+    all units only "always" frees it. An int frees the embedding: no backward
     would gather its larger shard, and FSDP2 would hold that until the next forward.
 
     Args:
-        is_rounding_error: Whether its bytes are negligible beside the largest unit's.
         on_model_axis: Whether another kind of parallelism makes DTensors of its parameters: torch
             cannot reshard those to a smaller world.
 
@@ -230,8 +225,7 @@ def _reshard_of(
                     f'Give it "always" or "never" in {RESHARD_GROUPS}.'
                 )
         return value if unit.gathers_in_backward else True
-    is_outside_blocks = "." not in unit.name
-    if value == "default" and (is_head or (is_rounding_error and is_outside_blocks)):
+    if value == "default" and is_head:
         return False
     return get_fsdp_reshard_after_forward_policy(value, of.is_chunk)
 

@@ -44,8 +44,7 @@ class ParallelismConfig(TitanParallelismConfig):
     """
     When FSDP frees a unit's parameters, after its forward or not (see docs/fsdp.md):
 
-    - "default": yes, except in a pipeline, and except the last norm and head and small units
-      outside the blocks.
+    - "default": yes, except in a pipeline, and except the last norm and head.
     - "always": yes, the head's too.
     - "never": they stay until backward.
     - a number of ranks: FSDP shards them over a smaller world of that many ranks, which must divide
