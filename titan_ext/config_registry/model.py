@@ -7,13 +7,13 @@ function's other choices. A function that changes its model afterwards has to ma
 """
 
 import contextlib
+import functools
 import inspect
-import re
 import sys
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from torchtitan.models.common.decoder import Decoder
@@ -213,7 +213,8 @@ def _remade(base: Base, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec
     if not base.is_fresh:  # checked in Python already, which adapts attention to this machine
         for spec in (before, after):
             no_accelerator.adapt_spec(spec)
-    if _what_a_registry_makes(before) != _what_a_registry_makes(mine):
+    hooks = (spec.post_optimizer_build_fn for spec in (before, mine))
+    if not (_equal(before.model, mine.model) and _equal(*hooks)):
         raise at.error(
             f"{base.name} changes what {_name(base.call.registry)} returns, and a file would "
             "change it back. Set this in the function, too."
@@ -222,9 +223,26 @@ def _remade(base: Base, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec
     return replace(mine, model=after.model, flavor=after.flavor, post_optimizer_build_fn=hook)
 
 
-def _what_a_registry_makes(spec: ModelSpec) -> tuple[str, Any]:
-    """The model, with functions by name and bound values, and the hook on its optimizers."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(spec.model)), spec.post_optimizer_build_fn
+def _equal(one: Any, other: Any) -> bool:
+    """True for equal configs and values; functions are equal by source and bound values."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if is_dataclass(one):
+        return all(_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, functools.partial):
+        parts = ((p.func, p.args, p.keywords) for p in (one, other))
+        return _equal(*parts)
+    if isinstance(one, FunctionType):
+        bound = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other))
+        is_one_source = one.__code__ is other.__code__ and one.__defaults__ == other.__defaults__
+        return is_one_source and _equal(*bound)
+    return bool(one == other)
 
 
 def _make_spec(call: RegistryCall, arguments: dict[str, Any], at: KeyLocation) -> ModelSpec:
