@@ -157,13 +157,10 @@ def test_what_show_prints_is_a_file_for_the_same_config(
     assert "LoRA" in str(type(got.model_spec.model.layers[0].attention.wo))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("base", ["deepseek_v3_16b", "qwen3_30b_a3b"])
-def test_show_of_a_function_is_a_file_for_it(
-    folder: Path, capsys: pytest.CaptureFixture, base: str
-):
-    assert main(["show", base]) == 0
+def test_show_of_a_function_is_a_file_for_it(folder: Path, capsys: pytest.CaptureFixture):
+    assert main(["show", "deepseek_v3_16b"]) == 0
     (folder / "shown.toml").write_text(capsys.readouterr().out)
-    assert leaves(load("shown.toml")) == leaves(getattr(config_registry, base)())
+    assert leaves(load("shown.toml")) == leaves(config_registry.deepseek_v3_16b())
 
 
 def test_show_changed_leaves_the_rest_out(folder: Path, capsys: pytest.CaptureFixture):
@@ -215,17 +212,10 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["show", "deepseek_v3_16"], "did you mean 'deepseek_v3_16b'"),
         (["show", "run.toml"], "run.toml: steps: no such key"),
         (["shw"], "shw: no such command; did you mean 'show'?"),
-        (["show", "--all"], "unknown: --all"),
-        (["dry-run", "", "--ranks", "4"], ": neither a TOML file, nor a config function"),
         (["show", "--changed"], "--changed and --out need CONFIG"),
         (["show", "moe_debug.toml", "--out", "mine"], "ends in .toml"),
         (["show", "moe_debug.tml"], "did you mean 'moe_debug.toml'?"),
-        (["show", "config.yaml"], "config.yaml: neither a TOML file, nor a config function"),
         (["show", "my_rnus.my_16b"], "did you mean 'my_runs.my_16b'?"),
-        (
-            ["show", "run.toml", "--change"],
-            "of titan_ext show; did you mean '--changed'?",
-        ),
         (
             ["show", "moe_debug.toml", "--out", "/proc/mine.toml"],
             "/proc/mine.toml: No such file or directory.",
@@ -234,18 +224,14 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--out", "plans"], "--out needs --memory"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--imbalance", "3"], "expected 0 to 2"),
-        (["dry-run", "moe_debug.toml", "--ranks", "1000000000"], "expected 1 to 1,048,576 ranks"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--machine", "h10"], "did you mean 'h100'?"),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--rank", "4"], "--rank is 4"),
         (["tune", "moe_debug.toml", "--ranks", "4", "--out", "run.toml"], "run.toml: File exists."),
         (["tune", "moe_debug.toml", "--ranks", "4", "--out", "old"], "old/tuned.toml exists"),
         (
             ["tune", "moe_debug.toml", "--ranks", "4", "--exact", "--batch", "free"],
             "--exact changes no",
         ),
-        (["tune", "moe_debug.toml", "--ranks", "4", "--memory", "80"], "--memory is '80'"),
         (["dry-run", "moe_debug.toml", "--ranks", "4", "--on-cpu"], "--on-cpu needs --activations"),
-        (["dry-run", "moe_debug.toml", "--ranks", "4", "--rank", "1", "--all-stages"], "no --rank"),
         (
             ["dry-run", "moe_debug.toml", "--ranks", "4", "--memry", "8GiB"],
             "did you mean '--memory'",
@@ -265,17 +251,12 @@ def test_a_file_extends_a_shipped_one_by_its_name(folder: Path):
             ],
             "needs parallelism.expert_parallel_degree > 1",
         ),
-        (
-            ["dry-run", "moe_debug.toml", "--ranks", "4", "--memory", "8GiB", "--out", "run.toml"],
-            "run.toml: File exists.",
-        ),
     ],
 )
 def test_a_mistake_is_one_message(
     folder: Path, capsys: pytest.CaptureFixture, arguments: list[str], message: str
 ):
     (folder / "run.toml").write_text(DEBUG + "steps = 3\n")
-    (folder / "config.yaml").touch()
     (folder / "my_runs.py").touch()
     (folder / "old").mkdir()
     (folder / "old" / "tuned.toml").touch()

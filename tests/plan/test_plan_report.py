@@ -76,18 +76,12 @@ def test_a_timed_plan_has_its_milliseconds():
 def test_a_picture_has_the_peak_and_a_limit_that_is_near(memory: int, drawn: bool):
     (axes,) = draw(_plan(memory)).axes
     labels = axes.get_legend_handles_labels()[1]
-    kinds = [MemoryKind.PARAMETERS, MemoryKind.GRADIENTS, MemoryKind.EXACT, MemoryKind.REDUCE]
-    assert labels[-len(kinds) :] == [str(kind) for kind in kinds]
     tops = [
         max(bar.get_y() + bar.get_height() for bar in bars) * 2**30
         for bars in zip(*axes.containers, strict=True)
     ]
     assert tops == pytest.approx([phase.nbytes for phase in PHASES])
     assert any(label.startswith("memory: ") for label in labels) == drawn
-    assert "backward of layers.0" in [label.get_text() for label in axes.get_xticklabels()]
-    (note,) = axes.texts
-    assert note.get_text() == "peak: 0.00 GiB, backward of layers.0"
-    assert note.xy == (1, pytest.approx(50 / 2**30))
 
 
 def _write_plan(run: Run, folder: Path) -> None:
@@ -161,12 +155,9 @@ def test_the_peak_is_the_devices_before_titan_begins_a_new_one(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("", ""),
         ("[training]\nsteps = 7\ndisable_cuda_graphs = false", ""),
-        ("[optimizer]\nparam_groups.0.optimizer_kwargs.lr = 0.5", ""),
         ("[training]\nseq_len = 512", "training.seq_len is 2048 there and 512 here"),
         ("[activation_checkpoint]\npolicy = 'full'", "policy is selective there and full here"),
-        ("[model]\nattn_backend = 'varlen'", "model.attn_backend is flex there and varlen here"),
         ("ranks", "ranks is 4 there and 8 here"),
         ("broken", "it cannot be read (JSONDecodeError"),
         ("absent", ""),

@@ -418,7 +418,7 @@ def _best_of_all(values: Mapping[str, Any]) -> float:
     return best
 
 
-@pytest.mark.parametrize("start", [{}, {EP: 64, LOCAL: 1}, {REPLICATE: 8}, {LOCAL: 2, EP: 16}])
+@pytest.mark.parametrize("start", [{}, {EP: 64, LOCAL: 1}])
 def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
     search = _search(start)
     assert search.winner is not None
@@ -628,20 +628,6 @@ def test_the_users_checkpointing_has_no_keys_of_float8():
     assert search.job.all_keys(keys, None) == keys
 
 
-def test_of_resharding_only_what_is_not_so_already():
-    name = "parallelism.fsdp_reshard_after_forward"
-    (move,) = (move for move in MOVES if name in _keys(move))
-    for pipeline, offered in (
-        (1, ["never", "never", "default"]),
-        (2, ["always", "default", "always"]),
-    ):
-        now = {**_VALUES, "parallelism.pipeline_parallel_degree": pipeline}
-        found = [
-            list(move.changes({**now, name: x}, _FACTS)) for x in ("default", "always", "never")
-        ]
-        assert found == [[{name: value}] for value in offered]
-
-
 def test_every_change_that_saves_nothing_is_taken_back():
     search = _search()
     best = search.best
@@ -672,9 +658,9 @@ def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
 
 
 @pytest.mark.parametrize(
-    "keys", ["mode = 'full'", "preset = 'speed'", "preset = 'stock'", "budget = '1GiB'", ""]
+    ("table", "keys"),
+    [({"*": "recompute"}, "mode = 'full'"), ({"*": "recompute"}, "budget = '1GiB'"), ({}, "")],
 )
-@pytest.mark.parametrize("table", [{"*": "recompute"}, {}])
 def test_a_checkpointing_is_a_file_that_loads_over_any_policy(
     table: dict[str, str], keys: str, config: Loader, folder: Path
 ):
@@ -754,7 +740,7 @@ def test_the_file_says_what_each_change_saves(folder: Path, config: Loader):
     assert "--host-memory" in text
 
 
-def test_figures_and_the_front(folder: Path):
+def test_figures(folder: Path):
     search = _search()
     tuned.write(search, folder, "mine", "a job")
     found = json.loads((folder / "mine.json").read_text())
@@ -762,13 +748,6 @@ def test_figures_and_the_front(folder: Path):
     expected = [x["expected_ms"] for x in found["tried"] if x.get("fits")]
     assert found["best"]["expected_ms"] == min(expected)
     assert (folder / "mine.png").stat().st_size > 10_000
-    front = tuned.front(search)
-    points = [(x.plan.memory.peak.nbytes, x.plan.time.expected_ms) for x in front if x.plan]
-    assert points == sorted(points, key=lambda point: (point[0], -point[1]))
-    for one in search.tried:
-        if one.plan is not None:
-            peak, ms = one.plan.memory.peak.nbytes, one.plan.time.expected_ms
-            assert any(nbytes <= peak and least <= ms + 1e-6 for nbytes, least in points)
 
 
 @pytest.mark.slow

@@ -50,7 +50,14 @@ def _dry_run(path: Path) -> DryRun:
         return dry_run(config, world_size(path))
 
 
-@pytest.mark.parametrize("name", NAMES)
+_QUICK = ("deepseek_v3_671b_tuned", "gpt_oss_20b", "qwen3_30b_a3b")
+"""One of each architecture; verify/test_verify.py decides for each file in its quick tests."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in _QUICK else [pytest.mark.slow]) for name in NAMES],
+)
 def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
     path = FOLDER / f"{name}.toml"
     (run,) = run_ranks(_dry_run, 1, path, log_folder=tmp_path)
@@ -63,8 +70,8 @@ def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", NAMES)
 def test_degrees_fit_the_world_size(name: str):
     """What a dry run does not see: tokens and experts are split evenly."""
-    path = FOLDER / f"{name}.toml"
-    config, p = load(path), load(path).parallelism
+    config = load(FOLDER / f"{name}.toml")
+    p = config.parallelism
     splits = p.context_parallel_degree * p.tensor_parallel_degree
     assert config.training.seq_len % (2 * splits) == 0
     assert config.model_spec is not None
