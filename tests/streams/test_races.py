@@ -218,13 +218,6 @@ PLANTED: dict[str, tuple[Run, Callable[[], Any], str, str]] = {
         "copy",
     ),
     "halves": (HALVES, arrived_too_early, "read after write", "start"),
-    "rows": (replace(BASE, exchange_rows="rank"), arrived_too_early, "read after write", "start"),
-    "shared experts": (
-        replace(BASE, exchange_dtype="float8"),
-        arrived_too_early,
-        "read after write",
-        "start",
-    ),
     "a store of what has not come": (
         KEEPS,
         stored_too_early,
@@ -235,14 +228,9 @@ PLANTED: dict[str, tuple[Run, Callable[[], Any], str, str]] = {
 """A run, what is left out, the kind of race, and where its first access is."""
 
 
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Step]:
+def test_planted_races_are_found(tmp_path: Path):
+    """In one test: workers of pytest-xdist would run the steps once each."""
     runs, faults = zip(*((run, fault) for run, fault, _, _ in PLANTED.values()), strict=True)
-    steps = sanitized(tmp_path_factory.mktemp("planted"), *runs, faults=faults)
-    return dict(zip(PLANTED, steps, strict=True))
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_race_is_found(name: str, planted: dict[str, Step]):
-    _, _, kind, where = PLANTED[name]
-    assert [x for x in planted[name].found if x.kind == kind and where in x.where]
+    steps = sanitized(tmp_path, *runs, faults=faults)
+    for (name, (_, _, kind, where)), step in zip(PLANTED.items(), steps, strict=True):
+        assert [x for x in step.found if x.kind == kind and where in x.where], name
