@@ -37,47 +37,6 @@ class Trained:
     optimized: int
 
 
-def _adapted(linear: Any, out_sharding: Any, in_sharding: Any) -> Any:
-    """A linear of Titan's with an adapter beside it, of Titan's linears too."""
-    import torch.nn as nn
-    from torchtitan.models.common.linear import Linear
-
-    def build(in_features: int, out_features: int, sharding: Any, std: float) -> Linear:
-        return Linear.Config(
-            in_features=in_features,
-            out_features=out_features,
-            sharding_config=sharding,
-            param_init={"weight": lambda w: nn.init.normal_(w, std=std)},
-        ).build()
-
-    class Adapter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.down = build(linear.in_features, 8, in_sharding, 0.2)
-            self.up = build(8, linear.out_features, out_sharding, 0.1)
-
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = linear
-            self.adapter = Adapter()
-
-        def forward(self, x: Any) -> Any:
-            return self.base(x) + self.adapter.up(self.adapter.down(x))
-
-    return Adapted()
-
-
-def _add_adapters(model: Any) -> None:
-    import torch
-    from torchtitan.components.lora import _lora_adapter_sharding
-
-    for block in model.layers.values():
-        down, up = _lora_adapter_sharding(block.attention.wq._sharding_config)
-        with torch.device("meta"):
-            block.attention.wq = _adapted(block.attention.wq, up, down)
-
-
 def _train_rank(run: Run, folder: Path) -> Trained:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
@@ -86,15 +45,6 @@ def _train_rank(run: Run, folder: Path) -> Trained:
     from titan_ext.base import no_accelerator
 
     config = make_config(run, folder)
-    spec = config.model_spec
-    assert spec is not None
-    parallelize = spec.parallelize_fn
-
-    def with_adapters(model, **others):
-        _add_adapters(model)
-        return parallelize(model, **others)
-
-    spec.parallelize_fn = with_adapters
     with no_accelerator.layout_independent_init():
         trainer = config.build()
     (model,) = trainer.model_parts
@@ -145,7 +95,6 @@ def _train(run: Run, folder: Path) -> list[Trained]:
 
 @pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)
 def test_replicated_trains_as_sharded(run: Run, tmp_path: Path):
-    """A model of a user's, too, whose adapters are added before it is parallelized."""
     sharded = _train(run, tmp_path / "sharded")
     replicating = replace(run, replicate=REPLICATE, reduce_scatter_buffers=2)
     kept = _train(replicating, tmp_path / "kept")
@@ -154,12 +103,11 @@ def test_replicated_trains_as_sharded(run: Run, tmp_path: Path):
         assert reference.state == replicated.state == sharded[0].state
         assert replicated.norms == pytest.approx(reference.norms, rel=1e-5)
         assert reference.optimized == replicated.optimized
-        assert "layers.1.attention.wq.adapter.up.weight.exp_avg" in reference.state
+        assert "layers.1.attention.wq.weight.exp_avg" in reference.state
     if run.dp_replicate > 1:
         return  # one copy each, whatever is kept
     kinds = Counter(name.split(".")[-2] for name in kept[0].replicated)
-    assert kinds["gate"] == 1
-    assert kinds["base"] == kinds["down"] == kinds["up"] == 1
+    assert kinds["gate"] == kinds["wq"] == 1
     assert kinds["attention_norm"] == kinds["ffn_norm"] == kinds["kv_norm"] == 2
     assert sharded[0].replicated == []
 
