@@ -21,26 +21,21 @@ import pytest
 import torch
 import torch.nn.functional as nnf
 from torch.distributed.device_mesh import init_device_mesh
-from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import derive
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
-from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-from torchtitan.protocols.module import Module
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed, titan_config
 from tests.matrix.exact import differences
 from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_in_float8
-from titan_ext.components.optim import OptimizersContainer
 from titan_ext.fp8.codec import default_codec
 
 patch = unittest.mock.patch.object
 TWO_RANKS = ("--ranks", "2")
 SPREAD = (*TWO_RANKS, "--parallelism.expert_parallel_degree", "2")
-COPIES = (*TWO_RANKS, "--parallelism.expert_parallel_degree", "1")
-COPIES += ("--parallelism.data_parallel_replicate_degree", "2")
 FLOAT8 = (*SPREAD, "--parallelism.exchange_dtype", "float8")
 NOT_CLIPPED = ("--training.max_norm", "1e9", "--keep", "training.max_norm")
 W2 = "routed_experts.inner_experts.w2_EDF"
@@ -71,44 +66,6 @@ def scaled_gradient() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def lost_gradient() -> Iterator[None]:
-    """The router gets no gradient, and each load counts twice."""
-
-    def parallelize(self: Any, dims: Any) -> None:
-        Module.parallelize(self, dims)
-        self.router.register_forward_hook(lambda *args: (args[-1][0].detach(), *args[-1][1:]))
-
-        def local() -> torch.Tensor:
-            return getattr(self.tokens_per_expert_E, "_local_tensor", self.tokens_per_expert_E)
-
-        before: list[torch.Tensor] = []
-
-        def again(*_: Any) -> None:
-            local().add_(local() - before.pop())
-
-        self.register_forward_pre_hook(lambda *_: before.append(local().clone()))
-        self.register_forward_hook(again)
-
-    with patch(MoE, "parallelize", parallelize):
-        yield
-
-
-@contextlib.contextmanager
-def decay_by_rank() -> Iterator[None]:
-    """Weights decay half as much on the first rank, and not at all on the next."""
-    real = OptimizersContainer.__init__
-
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        for optimizer in self:
-            for group in optimizer.param_groups:
-                group["weight_decay"] *= 0.0 if int(os.environ.get("RANK", "0")) else 0.5
-
-    with patch(OptimizersContainer, "__init__", build):
-        yield
-
-
-@contextlib.contextmanager
 def one_bit_of_bfloat16() -> Iterator[None]:
     """What experts send back in bfloat16 has another last bit."""
     real = FunctionalAllToAllTokenDispatcher._combine_token_exchange
@@ -130,12 +87,6 @@ def scales_of_float8() -> Iterator[None]:
         return real(*args) * (1 if default_codec().dtype == "exact" else 4)
 
     with patch(exchange, "unpack", unpack):
-        yield
-
-
-@contextlib.contextmanager
-def lost_and_decay() -> Iterator[None]:
-    with lost_gradient(), decay_by_rank():
         yield
 
 
@@ -275,6 +226,7 @@ def test_right_code_is_right(tmp_path: Path, runs: Runs):
     assert "\nRIGHT (" in said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_gradient_of_five_percent_too_much(tmp_path: Path):
     """In the second step, of three microbatches each."""
@@ -291,43 +243,6 @@ def test_a_gradient_of_five_percent_too_much(tmp_path: Path):
             rf"layers\.\d\.moe\.{W2} is 1\.0500 of the right one, off by 0\.05", line
         )
     assert "stock TorchTitan is wrong on this layout, too" in said
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_gradient_that_is_lost(tmp_path: Path):
-    """With loads counted twice, and a decay that is not the same on both ranks."""
-    with lost_gradient():
-        layer = _layer()
-        right = _by_hand(layer)
-        assert _factors(_passed(layer), right) == {GATE: 0.0}
-    assert layer.router.gate.weight.grad is None
-    assert layer.tokens_per_expert_E.tolist() == (2 * right["loads"]).tolist()
-    assert [_decay(rank) for rank in (0, 1)] == [pytest.approx(0.1, abs=1e-4)] * 2
-    with decay_by_rank():
-        assert [_decay(rank) for rank in (0, 1)] == [
-            pytest.approx(0.05, abs=1e-4),
-            pytest.approx(0.0, abs=1e-4),
-        ]
-    code, said, wrong = _verify(tmp_path, *COPIES, "--quick", fault=lost_and_decay)
-    assert code == 1, said
-    gates = [line for line in wrong["grads"] if "(missing)" in line]
-    assert gates
-    assert all(re.fullmatch(rf"layers\.\d\.moe\.{GATE} \(missing\)", line) for line in gates)
-    assert all(line.endswith("moe is 2.0000 of the right one, off by 1") for line in wrong["load"])
-    assert wrong["optimizer"]
-    assert "param:" in wrong["ranks"][0]
-
-
-def _decay(rank: int) -> float:
-    """The decay of a weight whose gradient is zero, as a share of the rate."""
-    model = torch.nn.Linear(4, 4, bias=False)
-    before = model.weight.detach().clone()
-    with unittest.mock.patch.dict(os.environ, RANK=str(rank)):
-        config: Any = derive(default_adamw(lr=0.1), OptimizersContainer.Config)
-        optimizers = config.build(model_parts=[model])
-    model.weight.grad = torch.zeros_like(before)
-    optimizers.step()
-    return float(((before - model.weight) / before).mean().detach()) / 0.1
 
 
 @pytest.mark.usefixtures("one_rank")

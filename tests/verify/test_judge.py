@@ -1,5 +1,6 @@
 """The judge of ``titan_ext verify``, by tensors of a few values: no ranks, no models."""
 
+import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,7 +230,7 @@ def test_keys_are_compared_by_what_they_do(
     def trained(factor: float) -> Trained:
         (folder := tmp_path / str(factor)).mkdir(exist_ok=True)
         torch.save(_found(RIGHT * factor), folder / "step1_rank0.pt")
-        return Trained(folder, {"apart": [], "dtypes": {}, "engaged": {}})
+        return Trained(folder, {"apart": ["b"], "dtypes": {}, "engaged": {}})
 
     class Told(legs.Legs):
         def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:
@@ -240,7 +241,7 @@ def test_keys_are_compared_by_what_they_do(
     told = Told(job, tmp_path)
     judge = lambda call: [calls.extend(call[1]) or Verdict()]  # noqa: E731
     told._judge = SimpleNamespace(call=judge)  # type: ignore[assignment]
-    told.keys()
+    assert told.keys().wrong.keys() == {"ranks"}
     assert [kind for kind, *_ in calls] == kinds
     for call in calls:
         assert not legs._judge(job, 0, ("keys", [call])).is_right
@@ -273,7 +274,7 @@ def test_near_ties_are_drawn_again(gaps: list[float], draws: int, is_right: bool
     assert seeds == list(range(draws))
 
 
-def test_ranks_that_should_have_the_same():
+def test_ranks_that_should_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pipeline stages have other tensors; a replica of HSDP has the same as the other."""
     stages: list[dict[str, int]] = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"c": 4}, {"c": 4}]
     assert apart(stages) == ["b"]
@@ -285,3 +286,9 @@ def test_ranks_that_should_have_the_same():
     whole = Verdict()
     whole.note_apart(apart(stages[2:]))
     assert whole.is_right
+    torch.save(_found(RIGHT), tmp_path / "step1_rank0.pt")
+    axes: Any = unittest.mock.Mock()
+    monkeypatch.setattr(legs, "_Axes", lambda *_: axes)
+    seen = {"apart": ["b"], "balances": False}
+    found = legs._judge_axes(axes, Arm(steps=1), tmp_path, seen)
+    assert found.wrong.keys() == {"ranks"}
