@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.pipelining.stage import PipelineStage
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
@@ -81,25 +80,21 @@ def test_the_best_policies_for_a_budget(folder: Path):
 def test_float8_is_planned_for_a_machine_that_has_it(folder: Path):
     """Rowwise linears need no GPU to be planned. MXFP8 needs another, or kernels of torchao's."""
 
-    def run(machine: str, converter: str, *lines: str) -> Command:
+    def run(machine: str, converter: str) -> Command:
         given = [
             'extends = "moe_debug.toml"',
             "training.disable_cuda_graphs = true",
             "[[model.converters]]",
             f'component = "torchtitan.components.quantization.{converter}"',
         ]
-        (folder / "run.toml").write_text("\n".join([*given, *lines]))
+        (folder / "run.toml").write_text("\n".join(given))
         return _dry_run(folder, "run.toml", "--ranks", "2", "--machine", machine)
 
     done = run("h100", "Float8LinearConverter")
     assert done.code == 0, done.error
     assert "MFU" not in done.out  # of whose peak?
-    for machine, converter, problem, *lines in (
-        ("h100", "MXFP8LinearConverter", "supported on SM100"),
-        ("b200", "MXFP8LinearConverter", "need Triton, which torch lacks"),
-        ("b200", "NVFP4LinearConverter", "need Triton", 'fqns = ["feed_forward"]'),
-    ):
-        done = run(machine, converter, *lines)
+    for machine, problem in (("h100", "supported on SM100"), ("b200", "need Triton, which torch")):
+        done = run(machine, "MXFP8LinearConverter")
         assert (done.code, "Traceback" in done.error) == (1, False)
         assert problem in done.error
 
@@ -315,15 +310,6 @@ def test_stages_that_make_different_process_groups_are_said(
     assert "together: rank 0 7, rank 2 9. The job would hang" in said.err
 
 
-def test_context_parallelism(folder: Path):
-    """Under spmd_types it needs FlexAttention, with its masks."""
-    flags = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "512")
-    done = _dry_run(folder, "moe_debug.toml", "--ranks", "8", *flags)
-    assert (done.code, done.error) == (0, "")
-    assert "rank 0 of 8: FSDP 4, CP 2, EP 2 (spmd_types)" in done.out
-    assert "optimizer, on fake tensors" in done.out
-
-
 def _kept_of_attention(config: str, *flags: str) -> int:
     """Bytes that Titan's selective policy keeps of a planned attention of 4 KiB each of q, k, v."""
     with no_accelerator.as_with_an_accelerator():
@@ -356,9 +342,13 @@ def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):
         DEBUG
         + "[training]\ndisable_cuda_graphs = false\n[parallelism]\nexpert_parallel_degree = 2\n"
     )
-    done = _dry_run(folder, "run.toml", "--ranks", "8", "--verbose")
+    # Context parallelism needs FlexAttention under spmd_types, with its masks.
+    flags = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "512")
+    done = _dry_run(folder, "run.toml", "--ranks", "8", "--verbose", *flags)
     assert done.code == 0
     assert "disable_cuda_graphs is true: CUDA graphs support only expert parallel" in done.out
+    assert "rank 0 of 8: FSDP 4, CP 2, EP 2 (spmd_types)" in done.out
+    assert "optimizer, on fake tensors" in done.out
 
 
 def test_a_plan_says_which_nodes_it_assumes(folder: Path):
@@ -392,26 +382,11 @@ def test_nodes_of_this_machine_do_not_leak_into_a_plan(monkeypatch: pytest.Monke
     assert ranks_per_node() == 2
 
 
-def test_a_machine_that_nobody_knows(folder: Path):
-    done = _dry_run(folder, "moe_debug.toml", "--ranks", "8", "--machine", "h10")
-    assert (done.code, done.out) == (1, "")
-    assert "mi355x, or a TOML file with rates; did you mean 'h100'?" in done.error
-
-
 def test_a_fake_tensor_is_stored_as_a_plain_one():
     with torch._subclasses.FakeTensorMode():
         assert is_plain(torch.ones(1))
     assert is_plain(torch.ones(1))
     assert not is_plain(nn.Parameter(torch.ones(1)))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_torch_keeps_what_a_stage_is_told_of_its_shapes():
-    x = torch.empty(2, 3, device="meta", requires_grad=True)
-    stage = PipelineStage(nn.Identity(), 0, 1, torch.device("cpu"), input_args=x, output_args=x)
-    assert stage._user_meta.is_complete_for_forward()
-    assert stage._user_meta.inputs is not None
-    assert stage._user_meta.inputs[0].shape == x.shape
 
 
 _SIZES = [(name, world_size(path), ()) for name, path in shipped_configs().items()]

@@ -124,6 +124,7 @@ def _receipts(monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> int:
     return gpu_receipts.main()
 
 
+@pytest.mark.slow
 def test_gpu_receipts_leave_results_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -287,8 +287,9 @@ def _training(
             os.killpg(launcher.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("shell", ["sh", "bash --posix"])
-@pytest.mark.parametrize("signals", ["INT", "HUP", "TERM TERM", "TERM INT"])
+@pytest.mark.parametrize(
+    ("signals", "shell"), [("HUP", "sh"), ("TERM TERM", "bash --posix"), ("TERM INT", "sh")]
+)
 def test_a_signal_asks_the_workers_once(signals: str, shell: str, tmp_path: Path):
     """Two signals at once, as of ``timeout``, are one request."""
     with _training(tmp_path, "listen", shell=shell) as (launcher, _):

@@ -1,11 +1,8 @@
 """What a run says while it runs, and what it does not say."""
 
 import logging
-import sys
-from typing import Any
 
 import pytest
-from torchtitan.config import ConfigManager
 
 from tests.helpers.training import titan_config
 from titan_ext.base.messages import duration
@@ -35,17 +32,6 @@ def test_defaults_are_not_warned_of(caplog: pytest.LogCaptureFixture):
     assert "initial_load_model_only" not in caplog.text
     logging.warning("another")
     assert "another" in caplog.text
-
-
-def test_a_path_that_a_check_of_ours_refuses_is_not_warned_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    """Titan looks for the tokenizer before the corpus makes it."""
-    flags = ["--module", "titan_ext", "--config", "moe_debug.toml", "--hf_assets_path", "nowhere"]
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags])
-    config: Any = ConfigManager().parse_args()
-    assert config.hf_assets_path == "nowhere"
-    assert "does not exist" not in caplog.text
 
 
 @pytest.mark.parametrize(
