@@ -26,6 +26,7 @@ RUN = Run(world=4, experts=5, layers=2, narrow=True, steps=2, parallelize="submo
 ADAPTERS = replace(RUN, experts=6, ep=2, lora=2, ac="fp8")
 
 
+@pytest.mark.slow
 def test_a_logged_step_with_an_empty_gradient(tmp_path: Path):
     result = train(RUN, tmp_path)
     assert len(result.losses) == RUN.steps
