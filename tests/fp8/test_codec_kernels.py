@@ -160,21 +160,6 @@ def test_early_scores_in_a_compiled_block():
     check(kernel, most=2 * INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC)  # it moves 6 bytes a value
 
 
-@pytest.mark.slow
-def test_the_codec_as_it_was_is_found(monkeypatch: pytest.MonkeyPatch):
-    """Its block size was a symbol: 2 kernels, an intermediate, a byte at a time."""
-
-    @functools.cache
-    def compiled(function: Any, constant: Any) -> Any:
-        return torch.compile(function, backend=codec._BACKEND, dynamic=True)
-
-    monkeypatch.setattr(codec, "_compiled", compiled)
-    store, load = with_compiler(lambda: stored(torch.randn(8192, 576).bfloat16(), Codec()))
-    for kernel in (store[0], load[0]):
-        with pytest.raises(AssertionError):
-            check(kernel)
-
-
 def test_blackwell():
     for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
         check(kernel, 100)

@@ -1,10 +1,8 @@
-"""The codec against fp64 arithmetic. Each check is also run on codecs that are wrong in one way."""
+"""The codec against fp64 arithmetic, and against torchao's where both are defined."""
 
 import math
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, dataclass
-from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,13 +11,12 @@ from hypothesis import strategies as st
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.distributed.tensor import DTensor, Shard
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from tests.helpers.fp8_activations import block_activations
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, Quantized, dequantize, quantize
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, dequantize, quantize
 
 FORMATS = [
     Codec(dtype=dtype, block=block)  # pyrefly: ignore[bad-argument-type]
@@ -38,18 +35,8 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 64, 100, 128, 130, 200, 300]),
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-@dataclass(frozen=True)
-class Coder:
-    """A pair of functions under test."""
-
-    quantize: Callable[..., Quantized] = quantize
-    dequantize: Callable[..., torch.Tensor] = dequantize
-
-    def round_trip(self, x: torch.Tensor, codec: Codec) -> torch.Tensor:
-        return self.dequantize(self.quantize(x, codec), codec, x.dtype)
-
-
-GOOD = Coder()
+def round_trip(x: torch.Tensor, codec: Codec) -> torch.Tensor:
+    return dequantize(quantize(x, codec), codec, x.dtype)
 
 
 def heavy_tailed(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -76,12 +63,9 @@ def largest_of_block(x: torch.Tensor, codec: Codec) -> torch.Tensor:
     return rows.reshape(x.shape)
 
 
-# Checks: each takes the codec functions, so that a wrong codec can be put through it.
-
-
-def check_error_bound(coder: Coder, x: torch.Tensor, codec: Codec) -> None:
+def check_error_bound(x: torch.Tensor, codec: Codec) -> None:
     """No value is further off than float8 with the right scale of its own block allows."""
-    y = coder.round_trip(x, codec)
+    y = round_trip(x, codec)
     assert y.shape == x.shape
     assert y.dtype == x.dtype
     relative = 2.0 ** -(MANTISSA_BITS[codec.dtype] + 1) * x.double().abs()
@@ -97,26 +81,15 @@ def _tiny(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
 
-def check_scale_bytes(coder: Coder, x: torch.Tensor, codec: Codec) -> None:
+def check_scale_bytes(x: torch.Tensor, codec: Codec) -> None:
     """The smallest power of two that the block's largest value, so divided, does not exceed."""
-    stored = coder.quantize(x, codec).scales
+    stored = quantize(x, codec).scales
     exponents = []
     for row in x.double().reshape(-1, x.shape[-1]):
         for block in row.split(codec.block_size(x.shape)):
             mantissa, exponent = math.frexp(block.abs().max().item() / LARGEST[codec.dtype])
             exponents.append(exponent - (mantissa == 0.5) + 127)
     assert stored.flatten().tolist() == exponents
-
-
-def check_nan(coder: Coder, codec: Codec) -> None:
-    """What is not finite comes back as NaN, and its neighbours as if it were not there."""
-    x = normal(4, 256)
-    x[0, 3], x[1, 200], x[2, 7] = math.nan, math.inf, -math.inf
-    y = coder.round_trip(x, codec)
-    assert y.isnan().equal(~x.isfinite())
-    without = torch.where(x.isfinite(), x, 0.0)
-    clean = coder.round_trip(without, codec)
-    assert torch.equal(y[x.isfinite()], clean[x.isfinite()])
 
 
 def test_the_round_trip_error_is_bounded():
@@ -127,37 +100,24 @@ def test_the_round_trip_error_is_bounded():
             heavy_tailed(tuple(shape), seed) * 2.0 ** (e if dtype != torch.float16 else e // 4)
         ).to(dtype)
         if x.numel():
-            check_error_bound(GOOD, x, codec)
+            check_error_bound(x, codec)
         else:
-            assert GOOD.round_trip(x, codec).shape == x.shape
+            assert round_trip(x, codec).shape == x.shape
 
     check()
 
 
 def test_special_values_anywhere():
     """Finite stays finite, zero stays zero, everything else becomes NaN."""
-    values = st.sampled_from(
-        [
-            0.0,
-            -0.0,
-            1.0,
-            -3e-39,
-            1e-45,
-            2.0**-126,
-            65504.0,
-            3.39e38,
-            1e30,
-            math.inf,
-            -math.inf,
-            math.nan,
-        ]
-    )
+    infinite = (math.inf, -math.inf, math.nan)
+    finite = (0.0, -0.0, 1.0, -3e-39, 1e-45, 2.0**-126, 65504.0, 3.39e38, 1e30)
+    values = st.sampled_from((*finite, *infinite))
 
     @quick
     @given(codec=codecs, dtype=dtypes, values=st.lists(values, min_size=1, max_size=200))
     def check(codec: Codec, dtype: torch.dtype, values: list[float]) -> None:
         x = torch.tensor(values, dtype=torch.float64).to(dtype)
-        y = GOOD.round_trip(x, codec)
+        y = round_trip(x, codec)
         assert y.isnan().equal(~x.isfinite())
         assert y[x.isfinite()].isfinite().all()
         assert (y[x == 0] == 0).all()
@@ -167,14 +127,21 @@ def test_special_values_anywhere():
 
 @pytest.mark.parametrize("codec", FORMATS, ids=str)
 def test_nan_and_infinity(codec: Codec):
-    check_nan(GOOD, codec)
+    """What is not finite comes back as NaN, and its neighbours as if it were not there."""
+    x = normal(4, 256)
+    x[0, 3], x[1, 200], x[2, 7] = math.nan, math.inf, -math.inf
+    y = round_trip(x, codec)
+    assert y.isnan().equal(~x.isfinite())
+    without = torch.where(x.isfinite(), x, 0.0)
+    clean = round_trip(without, codec)
+    assert torch.equal(y[x.isfinite()], clean[x.isfinite()])
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 def test_the_largest_value_of_a_dtype_comes_back_finite(dtype: torch.dtype):
     """It rounds up to the next power of two, which none of the dtypes has."""
     x = torch.full((1, 128), torch.finfo(dtype).max, dtype=dtype)
-    assert torch.equal(GOOD.round_trip(x, Codec()), x)
+    assert torch.equal(round_trip(x, Codec()), x)
 
 
 @pytest.mark.parametrize("codec", FORMATS, ids=str)
@@ -191,85 +158,22 @@ def test_zeros_denormals_and_the_smallest_scale(codec: Codec, value: float):
 @pytest.mark.parametrize("codec", FORMATS, ids=str)
 def test_scale_bytes_and_error_of_heavy_tails(codec: Codec):
     x = heavy_tailed((6, 300)).bfloat16()
-    check_error_bound(GOOD, x, codec)
-    check_scale_bytes(GOOD, x, codec)
+    check_error_bound(x, codec)
+    check_scale_bytes(x, codec)
 
 
 @pytest.mark.parametrize("largest", [448.0, 449.0, 447.0, 3.5, 3.5000002, 1.75 * 2**-20])
 def test_the_scale_turns_over_exactly_where_float8_ends(largest: float):
     x = torch.zeros(1, 128)
     x[0, 5] = largest
-    check_scale_bytes(GOOD, x, Codec())
+    check_scale_bytes(x, Codec())
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
 def test_storing_twice_changes_nothing(dtype: Any):
     codec = Codec(dtype=dtype)
-    once = GOOD.round_trip(heavy_tailed((8, 500)).float(), codec)
-    assert torch.equal(GOOD.round_trip(once, codec), once)
-
-
-# A planted bad codec fails a check.
-
-
-def _wrong_scale(x: torch.Tensor, codec: Codec, factor: int) -> Quantized:
-    data, scales = quantize(x, codec)
-    return Quantized(data, scales + factor)
-
-
-def _scale_too_small(x: torch.Tensor, codec: Codec) -> Quantized:
-    """Both ways consistent, but the largest values saturate."""
-    data, scales = quantize(x.float().clamp(-0.3, 0.3), codec)
-    return Quantized(data, scales)
-
-
-def _transposed_blocks(x: torch.Tensor, codec: Codec) -> Quantized:
-    """Blocks along the first dimension, laid out as if along the last."""
-    data, scales = quantize(x.t().contiguous(), codec)
-    return Quantized(data.t().contiguous(), scales.reshape(codec.scales_shape(x.shape)))
-
-
-def _poisoned(x: torch.Tensor, codec: Codec) -> Quantized:
-    """A NaN takes its whole block with it."""
-    data, scales = quantize(x, codec)
-    blocks = x.reshape(-1, 128)
-    poison = ~blocks.isfinite().all(-1, keepdim=True)
-    data = torch.where(poison, math.nan, data.float().reshape(-1, 128)).reshape(x.shape)
-    return Quantized(data.to(codec.float8), scales)
-
-
-BAD = {
-    "scale off by two": Coder(partial(_wrong_scale, factor=1)),
-    "scale off by a half": Coder(partial(_wrong_scale, factor=-1)),
-    "scale too small": Coder(_scale_too_small),
-    "transposed blocks": Coder(_transposed_blocks),
-    "dropped NaN": Coder(lambda x, codec: quantize(x.nan_to_num(), codec)),
-    "NaN poisons its block": Coder(_poisoned),
-    "infinity saturates": Coder(lambda x, codec: quantize(x.clamp(-1e4, 1e4), codec)),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_codec_fails_a_check(name: str):
-    x = normal(256, 256) * torch.logspace(-4, 4, 256).unsqueeze(-1).bfloat16()
-    check_error_bound(GOOD, x, Codec())
-    if name in ("dropped NaN", "NaN poisons its block", "infinity saturates"):
-        with pytest.raises(AssertionError):
-            check_nan(BAD[name], Codec())
-    else:
-        with pytest.raises(AssertionError):
-            check_error_bound(BAD[name], x, Codec())
-
-
-def test_a_scale_twice_too_coarse_both_ways_fails_the_scale_check():
-    """Consistent, so its error is within float8's: only the bytes tell."""
-
-    def coarse(x: torch.Tensor, codec: Codec) -> Quantized:
-        data, scales = quantize(x, codec)
-        return Quantized((data.float() / 2).to(codec.float8), scales + 1)
-
-    with pytest.raises(AssertionError):
-        check_scale_bytes(Coder(coarse), normal(4, 256), Codec())
+    once = round_trip(heavy_tailed((8, 500)).float(), codec)
+    assert torch.equal(round_trip(once, codec), once)
 
 
 # Accuracy, as docs/float8.md has it.
@@ -282,62 +186,33 @@ def test_a_scale_twice_too_coarse_both_ways_fails_the_scale_check():
 def test_relative_rms_of_random_values(dtype: Any, expected: float, tails: str):
     """By block: in the norm of a heavy-tailed tensor a few values are all that counts."""
     x = normal(256, 2048) if tails == "normal" else heavy_tailed((256, 2048)).bfloat16()
-    y = GOOD.round_trip(x, Codec(dtype=dtype))
+    y = round_trip(x, Codec(dtype=dtype))
     error, size = ((t.double().reshape(-1, 128)).norm(dim=-1) for t in (y - x, x))
     assert (error / size).mean().item() == pytest.approx(expected, rel=0.1)
 
 
-@cache
-def activations() -> dict[str, torch.Tensor]:
-    return block_activations()
-
-
 def test_relative_rms_of_real_activations():
     """Of everything that the MoE blocks of the debug model save."""
-    assert len(activations()) >= 8
-    for name, x in activations().items():
-        check_error_bound(GOOD, x, Codec())
-        assert relative_rms(GOOD.round_trip(x, Codec()), x) < 0.032, name
-        assert relative_rms(GOOD.round_trip(x, Codec(dtype="e5m2")), x) < 0.064, name
-
-
-def neighbours_error(outlier: float, codec: Codec) -> float:
-    x = normal(512, 128, dtype=torch.float32)
-    x[:, 17] = outlier
-    y = GOOD.round_trip(x, codec)
-    keep = torch.arange(128) != 17
-    return relative_rms(y[:, keep], x[:, keep])
+    activations = block_activations()
+    assert len(activations) >= 8
+    for name, x in activations.items():
+        check_error_bound(x, Codec())
+        assert relative_rms(round_trip(x, Codec()), x) < 0.032, name
+        assert relative_rms(round_trip(x, Codec(dtype="e5m2")), x) < 0.064, name
 
 
 @pytest.mark.parametrize(
     ("outlier", "e4m3", "e5m2"), [(1e3, 0.03, 0.06), (1e5, 0.15, 0.06), (1e6, 1.01, 0.06)]
 )
 def test_neighbours_of_an_outlier(outlier: float, e4m3: float, e5m2: float):
-    assert neighbours_error(outlier, Codec()) <= e4m3
-    assert neighbours_error(outlier, Codec(dtype="e5m2")) <= e5m2
-
-
-def test_an_outlier_of_a_million_leaves_its_neighbours_nothing_in_e4m3():
-    """Stated, not hoped for: whoever meets such outliers must take e5m2."""
-    assert neighbours_error(1e6, Codec()) > 0.7
-
-
-def test_other_blocks_do_not_see_an_outlier():
-    x = normal(4, 256)
-    y = GOOD.round_trip(x, Codec())
-    x[:, 5] = 1e6
-    assert torch.equal(GOOD.round_trip(x, Codec())[:, 128:], y[:, 128:])
+    x = normal(512, 128, dtype=torch.float32)
+    x[:, 17] = outlier
+    keep = torch.arange(128) != 17
+    for codec, most in ((Codec(), e4m3), (Codec(dtype="e5m2"), e5m2)):
+        assert relative_rms(round_trip(x, codec)[:, keep], x[:, keep]) <= most
 
 
 # Bytes, layout, dtypes.
-
-
-def test_bytes_at_2048():
-    x = normal(16, 2048)
-    stored = quantize(x, Codec())
-    nbytes = sum(t.untyped_storage().nbytes() for t in stored)
-    assert nbytes == Codec().nbytes(x.shape) == 16 * (2048 + 16)
-    assert nbytes / x.untyped_storage().nbytes() == 0.50390625  # (1 + 1/128) / 2
 
 
 def test_stored_bytes_are_counted_right():
@@ -354,15 +229,6 @@ def test_stored_bytes_are_counted_right():
     check()
 
 
-@pytest.mark.parametrize("codec", FORMATS, ids=str)
-def test_batch_folded_or_not(codec: Codec):
-    x = normal(3, 5, 320)
-    data, scales = quantize(x, codec)
-    folded = quantize(x.reshape(15, 320), codec)
-    assert torch.equal(data.float().reshape(15, 320), folded.data.float())
-    assert torch.equal(scales.flatten(), folded.scales.flatten())
-
-
 def test_non_contiguous_input_is_neither_changed_nor_kept():
     base = normal(4, 6, 400)
     for x in (base[:, 1:3, 7:300], base.transpose(0, 2), base[..., ::3], base.permute(2, 0, 1)):
@@ -371,14 +237,8 @@ def test_non_contiguous_input_is_neither_changed_nor_kept():
         assert torch.equal(x, before)
         own = {t.untyped_storage().data_ptr() for t in stored}
         assert base.untyped_storage().data_ptr() not in own
-        expected = GOOD.round_trip(x.contiguous(), Codec())
+        expected = round_trip(x.contiguous(), Codec())
         assert torch.equal(dequantize(stored, Codec(), x.dtype), expected)
-
-
-def test_scales_can_be_read_as_e8m0():
-    scales = quantize(normal(2, 256), Codec()).scales
-    read = scales.view(torch.float8_e8m0fnu).float()
-    assert torch.equal(read, torch.exp2(scales.float() - 127))
 
 
 @pytest.mark.parametrize(
@@ -392,13 +252,6 @@ def test_scales_can_be_read_as_e8m0():
 def test_a_bad_setting_is_told_what_is_expected(kwargs: dict[str, Any], named: str):
     with pytest.raises(ValueError, match=named):
         Codec(**kwargs)
-
-
-def test_a_codec_is_a_value():
-    assert Codec() == Codec()
-    assert len({Codec(), Codec(), Codec(block=64)}) == 2
-    with pytest.raises(FrozenInstanceError):
-        Codec().block = 64  # pyrefly: ignore[read-only]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.float8_e4m3fn, torch.bool])
@@ -451,20 +304,6 @@ def test_compiled_is_the_same_to_the_bit(codec: Codec, last: int):
     assert (nodes == 1) == (last % codec.block == 0)
 
 
-@pytest.mark.parametrize("codec", COMPILED, ids=str)
-def test_fx_traces_it(codec: Codec):
-    def round_trip(x: torch.Tensor) -> torch.Tensor:
-        return dequantize(quantize(x, codec), codec, x.dtype)
-
-    traced = make_fx(round_trip)(torch.zeros(4, 200))
-    x = normal(4, 200, seed=1, dtype=torch.float32)
-    assert torch.equal(traced(x), round_trip(x))
-    host = {"_local_scalar_dense", "item", "nonzero", "is_nonzero"}
-    called = {str(n.target).split(".")[1] for n in traced.graph.nodes if n.op == "call_function"}
-    assert called
-    assert not host & called
-
-
 def test_no_value_is_read_on_the_host():
     """On the meta device there are no values to read, and the shapes come out all the same."""
     for codec in COMPILED:
@@ -477,18 +316,15 @@ def test_no_value_is_read_on_the_host():
 # DTensor, and torchao.
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
-def test_dtensor(placement: Any, one_rank: None):
-    mesh = init_device_mesh("cpu", (1,))
+def test_dtensor(one_rank: None):
     local = normal(6, 300)
-    x = DTensor.from_local(local, mesh, [placement])
+    x = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(1)])
     stored = quantize(x, Codec())
-    assert isinstance(stored.data, DTensor)
-    assert stored.data.placements == (placement,)
     y = dequantize(stored, Codec(), x.dtype)
-    assert isinstance(y, DTensor)
-    assert y.placements == (placement,)
-    assert torch.equal(y.to_local(), GOOD.round_trip(local, Codec()))
+    for one in (stored.data, y):
+        assert isinstance(one, DTensor)
+        assert one.placements == (Shard(1),)
+    assert torch.equal(cast(DTensor, y).to_local(), round_trip(local, Codec()))
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2"])
@@ -501,16 +337,6 @@ def test_equals_torchao_where_both_are_defined(dtype: Any, block: Any):
     ours = quantize(x, codec)
     assert torch.equal(scales.view(torch.uint8), ours.scales)
     assert torch.equal(data.float(), ours.data.float())
-
-
-def test_torchao_loses_the_block_of_a_nan():
-    """Why it is not used; if this fails, it has become a candidate."""
-    x = normal(1, 256)
-    x[0, 3] = math.nan
-    scales, _ = to_mx(x, torch.float8_e4m3fn, 128, ScaleCalculationMode.RCEIL)
-    assert scales.view(torch.uint8).tolist()[0][0] == 255
-    with pytest.raises(AssertionError, match="divisible"):
-        to_mx(normal(1, 200), torch.float8_e4m3fn, 128, ScaleCalculationMode.RCEIL)
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch._C._distributed_c10d import Work, _register_work
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,14 +21,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC, enable_fp8_activation_checkpointing
-from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.tensors import local_tensor, plain_tensors
 from titan_ext.fp8 import (
     Codec,
     MemoryRow,
     SavedTensorStore,
     codec,
     dequantize,
-    keep_exact,
     quantize,
 )
 
@@ -94,25 +92,6 @@ def test_the_memory_report_and_the_ratio():
     assert not store.memory_report
 
 
-@pytest.mark.parametrize("one_kernel", [False, True])
-def test_gradients_of_a_block_are_close(one_kernel: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(codec, "compiles_for", lambda device: one_kernel)
-    layer = nn.Sequential(nn.Linear(256, 512), nn.SiLU(), nn.Linear(512, 256)).bfloat16()
-    x = normal(64, 256)
-    layer(x).square().sum().backward()
-    exact = [gradient(p).clone() for p in layer.parameters()]
-    layer.zero_grad()
-    store = SavedTensorStore(modules=[layer])
-    with store.hooks():
-        y = layer(x).square().sum()
-    assert rows(store)["float8 e4m3"].entries >= 3
-    y.backward()
-    for p, e in zip(layer.parameters(), exact, strict=True):
-        cosine = torch.cosine_similarity(gradient(p).float().flatten(), e.float().flatten(), dim=0)
-        assert cosine > 0.998
-        assert not torch.equal(gradient(p), e)
-
-
 # The report against the storages that are really there.
 
 
@@ -142,52 +121,21 @@ def test_the_memory_report_equals_the_live_storages_of_a_model():
     assert live_storages(but=before) == {}
 
 
-def test_the_check_of_live_storages_sees_what_the_memory_report_leaves_out():
-    """A store that kept the original beside its float8 copy would fail the test above."""
-    before = live_storages()
-    x = normal(16, N).requires_grad_()
-    store = SavedTensorStore()
-    with store.hooks():
-        y = x.exp()
-    y = y.grad_fn
-    kept_by_mistake = x.detach()
-    del x
-    assert sum(live_storages(but=before).values()) > store.memory_report.nbytes
-    del kept_by_mistake, y
-
-
 # Parameters.
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda w: w,
-        lambda w: w.t(),
-        lambda w: w.detach(),
-        lambda w: w.detach().t(),
-        lambda w: w.detach()[3:],
-        lambda w: w.data.view(-1),
-    ],
-    ids=["itself", "transposed", "detached", "detached view", "slice", "data"],
-)
-def test_parameters_and_views_of_them_are_never_packed(view: Any):
+def test_parameters_buffers_and_views_of_them_are_never_packed():
     layer = nn.Linear(128, 128, bias=False).bfloat16()
+    layer.register_buffer("rope", rope := normal(64, 128))
     store = SavedTensorStore(modules=[layer], policy=everything)
-    entry = store.pack(view(layer.weight))
-    back = store.unpack(entry)
-    assert back.untyped_storage().data_ptr() == layer.weight.untyped_storage().data_ptr()
-    assert torch.equal(back, view(layer.weight).detach())
+    w = layer.weight
+    views = [w, w.t(), w.detach(), w.detach().t(), w.detach()[3:], w.data.view(-1), rope[:32]]
+    entries = [store.pack(view) for view in views]
     assert store.memory_report.nbytes == 0
-
-
-def test_buffers_are_not_packed_either():
-    layer, rope = nn.Module(), normal(64, 128)
-    layer.register_buffer("rope", rope)
-    store = SavedTensorStore(modules=[layer], policy=everything)
-    entry = store.pack(rope[:32])
-    assert store.unpack(entry).data_ptr() == rope.data_ptr()
-    assert store.memory_report.nbytes == 0
+    for view, entry in zip(views, entries, strict=True):
+        back = store.unpack(entry)
+        assert back.data_ptr() == view.data_ptr()
+        assert torch.equal(back, view)
 
 
 def test_a_parameter_put_in_place_later_is_known():
@@ -286,14 +234,6 @@ def test_a_view_comes_back_and_does_not_keep_its_base(view: Any):
         assert back.stride() == stride
 
 
-def test_a_duplicate_is_stored_once():
-    store = SavedTensorStore()
-    x = normal(16, N)
-    first, second = store.pack(x), store.pack(x.detach())
-    assert first is second
-    assert rows(store)["float8 e4m3"].entries == 1
-
-
 def test_a_duplicate_is_decoded_once():
     """For a backward; the next one, of a graph that is kept, decodes it again."""
     store, x = SavedTensorStore(), normal(16, N)
@@ -315,27 +255,6 @@ def test_a_duplicate_that_was_written_to_is_decoded_again():
     store.pack(x)
     store.unpack(entry).zero_()
     assert torch.equal(store.unpack(entry), quantized(x))
-
-
-def test_two_linears_of_one_input_decode_it_once():
-    decoded = []
-
-    class Decodes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if func is torch.ops.titan_ext.float8_dequantize.default:
-                decoded.append(args[0].shape)
-            return func(*args, **(kwargs or {}))
-
-    x = normal(64, N).requires_grad_()
-    gates = nn.ModuleList(nn.Linear(N, 8, bias=False).bfloat16() for _ in range(2))
-    with SavedTensorStore(modules=[gates]).hooks():
-        h = x.exp()  # which saves it, too
-        total = (gates[0](h) + gates[1](h)).sum()
-    with Decodes():
-        total.backward()
-    assert decoded == [h.shape]
 
 
 def test_views_share_one_copy():
@@ -393,14 +312,6 @@ def test_what_is_kept_anyhow_is_not_stored_again():
     entries.clear()
     entries.append(store.pack(x))
     assert store.memory_report.nbytes == Codec().nbytes(x.shape)
-
-
-def test_an_entry_dies_with_the_graph():
-    store = SavedTensorStore()
-    entry = weakref.ref(store.pack(normal(16, N)))
-    assert entry() is None
-    assert not store.memory_report
-    assert len(store._by_key) == 0
 
 
 def test_a_new_tensor_at_an_old_address_is_not_a_duplicate():
@@ -567,14 +478,14 @@ def test_one_kernel_for_every_tensor_of_a_block(
 def test_shapes_share_kernels(dtype: torch.dtype, compiler: _Compiler):
     """A kernel each way for whole blocks, and one for each other width, dtype and row stride."""
     store = SavedTensorStore(policy=everything)
-    rows_and_widths = [(64, 128), (7, 128), (1, 128), (64, 256), (2, 4096), (3, 2048), (64, 576)]
-    rows_and_widths += [(9, 576), (64, 700), (1, 576), (64, 64), (80, 64), (0, 128), (5, 1408)]
-    for shape in rows_and_widths:
+    rows_and_widths = [(64, 128), (1, 128), (2, 4096), (64, 576), (1, 576), (9, 576), (80, 64)]
+    for shape in [*rows_and_widths, (0, 128)]:
         for x in (normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)[:, 1:]):
             entry = store.pack(x)
             assert torch.equal(store.unpack(entry), quantized(x)), shape
     assert codec._warned == []
-    assert compiler.graphs <= 32
+    # Of 128 and wider, 576, 64, and slices of 127, 4095, 575 and 63; for one row those of 4 again.
+    assert compiler.graphs == 2 * (7 + 4)
 
 
 @pytest.mark.slow
@@ -647,7 +558,8 @@ def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler, x: torch
         (normal(16, N, dtype=torch.float16), "float8 e4m3"),
         (normal(16, N, dtype=torch.float32), "exact: float32"),
         (normal(16, N, dtype=torch.float64), "exact: float64"),
-        (normal(16, 16), "exact: small"),
+        (normal(64, 64), "float8 e4m3"),
+        (normal(64, 63), "exact: small"),
         (torch.arange(10_000), "exact: int64"),
         (torch.zeros(10_000, dtype=torch.bool), "exact: bool"),
         (torch.zeros(10_000, dtype=torch.complex64), "exact: complex64"),
@@ -675,12 +587,6 @@ def test_a_policy_of_ones_own():
     kept, packed = store.pack(normal(2, 2000)), store.pack(normal(2, 500, dtype=torch.float32))
     assert kept.treatment == "exact: wide"
     assert packed.treatment == "float8 e5m2"
-
-
-def test_the_default_policy_can_be_bent():
-    assert keep_exact(normal(64, 64, dtype=torch.float32)) == "float32"
-    assert keep_exact(normal(64, 64)) is None
-    assert keep_exact(normal(64, 63)) == "small"
 
 
 # Subclasses and collectives.
@@ -711,53 +617,26 @@ class _Arrives(Work):
         return True
 
 
-def _in_flight(value: torch.Tensor) -> tuple[torch.Tensor, _Arrives]:
+@pytest.mark.parametrize("kind", ["plain", "async", "async in a DTensor"])
+def test_a_collective_in_flight_is_waited_for(kind: str, one_rank: None):
+    """Selective checkpointing sees a plain tensor: nothing says that it is not there yet."""
+    value = normal(16, N)
     target = torch.full_like(value, float("nan"))
     work = _Arrives(target, value)
     _register_work(target, work)
-    return target, work
-
-
-def test_a_collective_in_flight_is_waited_for():
-    """A plain tensor, as selective checkpointing sees it: nothing says that it is not there yet."""
-    value = normal(16, N)
-    target, work = _in_flight(value)
+    x = target if kind == "plain" else AsyncCollectiveTensor(target)
+    if kind == "async in a DTensor":
+        x = DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Replicate()])
     store = SavedTensorStore()
-    assert torch.equal(store.unpack(store.pack(target)), quantized(value))
-    assert work.waits == 1
-
-
-def test_an_async_collective_tensor_is_waited_for():
-    value = normal(16, N)
-    target, work = _in_flight(value)
-    store = SavedTensorStore()
-    entry = store.pack(AsyncCollectiveTensor(target))
+    entry = store.pack(x)
+    back = store.unpack(entry)
     assert entry.treatment == "float8 e4m3"
-    assert type(store.unpack(entry)) is torch.Tensor
-    assert torch.equal(store.unpack(entry), quantized(value))
+    assert type(back) is (DTensor if isinstance(x, DTensor) else torch.Tensor)
+    assert torch.equal(local_tensor(back), quantized(value))
     assert work.waits == 1
 
 
-def test_an_async_collective_inside_a_dtensor_is_waited_for(one_rank: None):
-    value = normal(16, N)
-    target, work = _in_flight(value)
-    mesh = init_device_mesh("cpu", (1,))
-    x = DTensor.from_local(AsyncCollectiveTensor(target), mesh, [Replicate()])
-    store = SavedTensorStore()
-    back = store.unpack(store.pack(x))
-    assert isinstance(back, DTensor)
-    assert torch.equal(back.to_local(), quantized(value))
-    assert work.waits == 1
-
-
-def test_a_real_all_gather(one_rank: None):
-    value = normal(16, N)
-    gathered = all_gather_tensor(value, 0, [0])
-    store = SavedTensorStore()
-    assert torch.equal(store.unpack(store.pack(gathered)), quantized(value))
-
-
-@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
 def test_dtensors(placement: Any, one_rank: None):
     mesh = init_device_mesh("cpu", (1,))
     local = normal(16, N)
@@ -810,16 +689,6 @@ def test_in_place_after_save_raises_for_a_dtensor_kept_by_reference(one_rank: No
         _mul_in_place_then_backward(y)
 
 
-def test_a_dtensor_changed_in_place_is_not_a_duplicate(one_rank: None):
-    mesh = init_device_mesh("cpu", (1,))
-    x = DTensor.from_local(normal(16, N), mesh, [Shard(0)])
-    store = SavedTensorStore()
-    first = store.pack(x)
-    x.mul_(3)
-    second = store.pack(x)
-    assert first is not second
-
-
 def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
     mesh = init_device_mesh("cpu", (1,))
     layer = nn.Module()
@@ -829,16 +698,3 @@ def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
     for x in (weight, weight.to_local(), weight.to_local().t().bfloat16()):
         assert store.pack(x).treatment.startswith("passed through: parameter")
     assert store.memory_report.nbytes == 0
-
-
-def test_float8_package_imports_no_torchtitan():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, titan_ext.fp8; "
-        "print([m for m in sys.modules if m.split('.')[0] in ('torchtitan', 'torchao')"
-        " or m.startswith('titan_ext.') and m.split('.')[1] not in ('fp8', 'base')])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"

@@ -118,12 +118,6 @@ def test_copies_that_are_late_change_nothing(memory: HostMemory, forwards: int, 
     assert memory.reserved == reserved == SLAB, "buffers are used again"
 
 
-@pytest.mark.parametrize("lane", ["out", "back"])
-def test_a_wait_that_is_left_out_would_be_seen(memory: HostMemory, lane: str):
-    getattr(memory, lane).waits = False
-    assert not torch.equal(_gradient(Offload()), _gradient(None))
-
-
 def test_backward_fetches_one_block_ahead(memory: HostMemory):
     """Blocks 4 and 3 are still on the device; the first tensor of 3 brings 2, and so on."""
     fetched: list[tuple[str, str]] = []
