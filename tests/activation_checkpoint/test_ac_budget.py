@@ -352,13 +352,6 @@ def test_a_result_that_its_own_backward_reads_is_not_discarded():
     assert (sigmoid, add) == (RECOMPUTE, DISCARD)
 
 
-def test_a_budget_that_cannot_be_met(block):
-    with pytest.raises(
-        BudgetTooSmallError, match=r"100\.0 KiB .* the least possible is \d+\.\d KiB"
-    ):
-        solve(block.kinds, 100 * KIB)
-
-
 def test_a_solver_that_runs_out_of_time_calls_no_budget_too_small(monkeypatch):
     kinds = [BlockKind(BlockGraph(_some_nodes(1, count=200), (), 0))]
     with pytest.raises(BudgetTooSmallError) as error:

@@ -11,15 +11,6 @@ pytestmark = pytest.mark.slow
 COMPILED = Run(world=2, ep=2, ac="none", compiled=True, steps=4)
 
 
-def test_compiled_submodules_train_like_eager_ones(runs: Runs):
-    """Fused kernels keep more bits between operations than eager ones do: close, not equal."""
-    run = replace(COMPILED, parallelize="submodule", layers=2, seq_len=32)
-    compiled, eager = runs.get(run), runs.get(replace(run, compiled=False))
-    assert compiled.losses != eager.losses, "nothing was compiled"
-    assert compiled.losses == pytest.approx(eager.losses, rel=1e-3)
-    assert compiled.grad_norms == pytest.approx(eager.grad_norms, rel=2e-2)
-
-
 def test_selective_checkpointing_stays_selective_in_compiled_submodules(runs: Runs):
     """What is saved is not computed again, and the tokens of the MoE layer are sent once.
 

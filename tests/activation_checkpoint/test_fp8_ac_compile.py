@@ -215,18 +215,6 @@ def test_op_policies_tensor_by_tensor(wrap: Wrap):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["block", "submodule"])
-def test_stock_selective_saves_no_more_compiled_than_eager(wrap: Wrap):
-    """And runs no matrix multiplication more often: the checkpoint is inside compiled code."""
-    compiled = run(SelectiveAC(SelectiveAC.Config()), wrap)
-    eager = run(RespectingSelectiveAC(SelectiveAC.Config()), wrap, backend=None)
-    assert 0.95 * eager.nbytes < compiled.nbytes <= eager.nbytes
-    assert compiled.operations["aten::topk"] == 1
-    assert compiled.operations["aten::mm"] < eager.operations["aten::mm"]
-    assert worst_cosine(compiled, eager) > 0.9999
-
-
-@pytest.mark.slow
 def test_without_float8_nothing_changes():
     """The partitioner is torch's own for graphs that do not ask for float8."""
     ours = outcome_of(exact=True, wrap="submodule")
@@ -452,15 +440,6 @@ def test_expert_parallel_exchanges_are_not_run_again(routing: str, tmp_path: Pat
         assert rank.operations["_c10d_functional::all_to_all_single"] == 5
         assert rank.operations["aten::topk"] == 1
     assert all(0 < norm < 100 for norm in result.grad_norms)
-
-
-class RespectingSelectiveAC(SelectiveAC):
-    """Shows what it saves to the hooks that count."""
-
-    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        wrapper = cast(Any, super()._wrap_block(module, base_fqn=base_fqn))
-        wrapper.checkpoint_fn.keywords["respect_saved_tensors_hooks"] = True
-        return wrapper
 
 
 @pytest.mark.parametrize(
