@@ -160,11 +160,13 @@ def test_early_scores_in_a_compiled_block():
     check(kernel, most=2 * INSTRUCTIONS_UNTIL_BOUND_BY_ARITHMETIC)  # it moves 6 bytes a value
 
 
+@pytest.mark.slow
 def test_blackwell():
     for kernel in (*kernels()[2048][0], *kernels()[2048][1]):
         check(kernel, 100)
 
 
+@pytest.mark.slow
 def test_an_a100_converts_to_e5m2_only():
     """With e4m3 the codec runs there as eager operations, and says so."""
     for kernel in (*kernels("e5m2", WIDTHS[:1])[2048][0], *kernels("e5m2", WIDTHS[:1])[2048][1]):
@@ -174,6 +176,7 @@ def test_an_a100_converts_to_e5m2_only():
             kernel.machine_code(80)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "converts", "most"), [("gfx942", False, 60), ("gfx950", True, 12.5)]
 )
