@@ -132,13 +132,20 @@ def test_exchanges_what_titan_exchanges(tmp_path: Path):
             assert len(mine["there"]) == sum(row[rank] for row in _SPLITS[name]), name
 
 
-def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
-    """A step of a layer whose experts lie on two ranks; what ran between all-to-all and wait."""
-    import os
-
-    import torch
+def _moe_layers(cases: list[tuple[bool, bool]]) -> list[dict[str, Any]]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    found = [_moe_layer(mesh, *case) for case in cases]
+    dist.destroy_process_group()
+    return found
+
+
+def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
+    """A step of a layer whose experts lie on two ranks; what ran between all-to-all and wait."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import checkpoint
     from torchtitan.distributed.spmd_types import set_current_spmd_mesh
@@ -152,9 +159,7 @@ def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
                 self.names.append(name)
             return func(*args, **(kwargs or {}))
 
-    rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    rank = mesh.get_local_rank()
     spec = titan_config("deepseek_v3").model_spec
     assert spec is not None
     use_functional_all_to_all(spec)
@@ -182,12 +187,10 @@ def _moe_layer(overlaps: bool, checkpoints: bool) -> dict[str, Any]:
             again = layer(x_BLD)  # nothing is left over from the step before
     assert x_BLD.grad is not None
     grads = [param.grad for param in layer.parameters()]
-    result = {
-        "values": [t.tolist() for t in (out.detach(), again, x_BLD.grad, *grads)],
+    return {
+        "values": [t.numpy().tobytes() for t in (out.detach(), again, x_BLD.grad, *grads)],
         "overlapped": {phase: _between(names) for phase, names in phases.items()},
     }
-    dist.destroy_process_group()
-    return result
 
 
 def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
@@ -219,18 +222,15 @@ def _between(names: list[str]) -> list[int]:
     return [text.partition("wait_tensor")[0].count("mm") * ("wait" in text) for text in exchanges]
 
 
-@pytest.mark.parametrize("checkpoints", [False, True])
-def test_shared_experts_run_while_outputs_travel_back(checkpoints: bool, tmp_path: Path):
-    arms = [
-        run_ranks(_moe_layer, 2, overlaps, checkpoints, log_folder=tmp_path / str(overlaps))
-        for overlaps in (False, True)
-    ]
-    for plain, overlapped in zip(*arms, strict=True):
-        assert plain["values"] == overlapped["values"]
-        # Counts, tokens out, tokens back; in backward the last first. Three GEMMs, and their six.
-        again = [0, 0, 3] if checkpoints else []
-        assert overlapped["overlapped"] == {"forward": [0, 0, 3], "backward": [*again, 6, 0]}
-        assert {n for counts in plain["overlapped"].values() for n in counts} == {0}
+def test_shared_experts_run_while_outputs_travel_back(tmp_path: Path):
+    cases = [(overlaps, checkpoints) for checkpoints in (False, True) for overlaps in (False, True)]
+    for found in run_ranks(_moe_layers, 2, cases, log_folder=tmp_path):
+        for checkpoints, plain, overlapped in ((False, *found[:2]), (True, *found[2:])):
+            assert plain["values"] == overlapped["values"]
+            # Counts, tokens out, tokens back; in backward the last first. 3 GEMMs, and their 6.
+            again = [0, 0, 3] if checkpoints else []
+            assert overlapped["overlapped"] == {"forward": [0, 0, 3], "backward": [*again, 6, 0]}
+            assert {n for counts in plain["overlapped"].values() for n in counts} == {0}
 
 
 @pytest.mark.parametrize(

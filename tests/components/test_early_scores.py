@@ -3,7 +3,6 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -12,7 +11,7 @@ from torchtitan.config import derive
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from tests.helpers.training import Run, Runs, observed, titan_config, train
+from tests.helpers.training import Run, Runs, observed, titan_config
 from titan_ext.activation_checkpoint import FP8AC, measure_block
 from titan_ext.base import no_accelerator
 from titan_ext.components.early_scores import (
@@ -114,14 +113,6 @@ def test_the_last_gemm_is_neither_kept_nor_run_again():
     assert dropped.policy == "discard"
 
 
-def test_it_trains(tmp_path: Path):
-    run = Run(parallelize="block", ac=EARLY, steps=3, layers=2)
-    ours = train(run, tmp_path / "ours")
-    stock = train(replace(run, ac="selective", steps=1), tmp_path / "stock")
-    assert ours.losses[0] == pytest.approx(stock.losses[0], rel=1e-3)
-    assert ours.losses[-1] < ours.losses[0]
-
-
 def test_a_dry_run_checks_its_stand_ins_too():
     config = replace(extend_config(titan_config("deepseek_v3")), activation_checkpoint=EARLY)
     config = with_early_scores(config)
@@ -139,7 +130,7 @@ def test_a_check_leaves_the_model_to_configs_that_share_it():
 
 
 def _layout(run: Run, *again: int) -> Any:
-    marks = () if (run.world, run.ep, run.tp) == (2, 2, 1) else (pytest.mark.slow,)
+    marks = () if run == Run(world=2, ep=2) else (pytest.mark.slow,)
     return pytest.param(run, again, marks=marks, id=str(run))
 
 

@@ -99,22 +99,17 @@ def test_a_storage_that_is_used_again_is_not_what_arrived():
 
 
 _KINDS = [
-    ("none", "expert", "shared_experts"),
-    ("fp8_no_recompute", "rank", "shared_experts"),
-    ("fp8", "node", "shared_experts"),
-    ("fp8", "expert", "shared_experts"),
-    ("fp8", "expert", "halves"),
+    ("none", "expert"),
+    ("fp8", "node"),
+    ("fp8", "expert"),
 ]
 
 
-def _planned(ac: str, rows: str, overlap: str, runs: Runs) -> tuple[PlannedStep, PlannedStep]:
+def _planned(ac: str, rows: str, runs: Runs) -> tuple[PlannedStep, PlannedStep]:
     """In float8, and plain."""
-    exact = [
-        replace(PLANNED, ac=ac, exchange_rows=rows, overlap_exchanges=overlap)
-        for ac, rows, overlap in _KINDS
-    ]
+    exact = [replace(PLANNED, ac=ac, exchange_rows=rows) for ac, rows in _KINDS]
     steps = runs.planned(*map(_float8, exact), *exact)
-    place = _KINDS.index((ac, rows, overlap))
+    place = _KINDS.index((ac, rows))
     return steps[place], steps[len(exact) + place]
 
 
@@ -124,10 +119,9 @@ def _tokens(step: PlannedStep, in_backward: bool) -> list[int]:
     return [e.nbytes for e in exchanges if e.in_backward == in_backward]
 
 
-@pytest.mark.parametrize("overlap", ["shared_experts", "halves"])
-def test_bytes_on_the_wire(overlap: str, runs: Runs):
+def test_bytes_on_the_wire(runs: Runs):
     """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not."""
-    steps = _planned("fp8", "expert", overlap, runs)
+    steps = _planned("fp8", "expert", runs)
     for in_backward in (False, True):
         ours, its = (_tokens(step, in_backward) for step in steps)
         assert len(ours) == len(its) > 0
@@ -139,13 +133,13 @@ def _codec_calls(operations: Counter[str]) -> tuple[int, int]:
     return operations[_QUANTIZE], operations[_DEQUANTIZE]
 
 
-@pytest.mark.parametrize(("ac", "rows", "overlap"), _KINDS[:4])
-def test_codec_calls(ac: str, rows: str, overlap: str, runs: Runs):
+@pytest.mark.parametrize(("ac", "rows"), _KINDS)
+def test_codec_calls(ac: str, rows: str, runs: Runs):
     """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
 
     What a store would quantize of it comes in float8 and stays so, and no recompute packs again.
     """
-    ours, its = (_codec_calls(step.operations) for step in _planned(ac, rows, overlap, runs))
+    ours, its = (_codec_calls(step.operations) for step in _planned(ac, rows, runs))
     stored = 0 if ac == "none" else 1
     assert ours[0] - its[0] == 2 - stored
     assert ours[1] - its[1] == 2
@@ -205,11 +199,15 @@ class _NarrowIntegers(TorchDispatchMode):
         return out
 
 
-def _large_layer(float8: bool, rows: str) -> tuple[int, int, set[str]]:
+def _large_layers(cases: list[tuple[bool, str]]) -> list[tuple[int, int, set[str]]]:
     """Values of 16 x 4096 tokens for 8 experts each, of a dimension of 7168, and of gradients."""
-    tokens, top_k, dim = 16 * 4096, 8, 7168
     dist.init_process_group("fake", rank=0, world_size=8)
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("ep",))
+    return [_large_layer(mesh, *case) for case in cases]
+
+
+def _large_layer(mesh: Any, float8: bool, rows: str) -> tuple[int, int, set[str]]:
+    tokens, top_k, dim = 16 * 4096, 8, 7168
     router: Any = SimpleNamespace(num_experts=64, top_k=top_k, num_expert_groups=None)
     config = PlannedTokenDispatcher.Config(num_experts=64, top_k=top_k, router=router)
     routed: Any = nn.Module()
@@ -231,11 +229,11 @@ def _large_layer(float8: bool, rows: str) -> tuple[int, int, set[str]]:
     return routed_RD.numel(), x_TD.grad.numel(), narrow.found
 
 
-@pytest.mark.parametrize("rows", ["expert", "rank"])
-@pytest.mark.parametrize("float8", [False, True])
-def test_indices_beyond_2_31(float8: bool, rows: str, tmp_path: Path):
+def test_indices_beyond_2_31(tmp_path: Path):
     """All are int64, with which torch's own operations take tensors of any size."""
-    ((values, gradients, narrow),) = run_ranks(_large_layer, 1, float8, rows, log_folder=tmp_path)
-    assert values == 16 * 4096 * 8 * 7168 > 2**31
-    assert gradients == 16 * 4096 * 7168
-    assert narrow == set()
+    cases = [(float8, rows) for float8 in (False, True) for rows in ("expert", "rank")]
+    (found,) = run_ranks(_large_layers, 1, cases, log_folder=tmp_path)
+    for case, (values, gradients, narrow) in zip(cases, found, strict=True):
+        assert values == 16 * 4096 * 8 * 7168 > 2**31, case
+        assert gradients == 16 * 4096 * 7168, case
+        assert narrow == set(), case

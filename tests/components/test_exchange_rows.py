@@ -1,7 +1,7 @@
 """A token goes to a rank or a node once: the same sums, counted rows, and what is refused."""
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -90,32 +90,83 @@ def _exchange_once(routed: Any, mesh: Any, nodes: int) -> None:
     exchange_once(routed, hops_across_nodes(dims, nodes) if nodes else ())
 
 
-def _layer(
-    rows: str,
-    in_steps: bool,
-    shape: tuple[str, int, int],
-    dtype: Any,
-    float8: Literal["", "e4m3", "lossless"] = "",
-) -> dict[str, Any]:
-    """Dispatch, experts and combine of one layer, and its backward, on this rank.
+@dataclass(frozen=True)
+class _Case:
+    """A layer on ``ranks``, with an even one in each of two nodes if ``rows`` is "node".
 
-    With ``rows`` "node" the ranks are two nodes. With ``float8`` "lossless" rows travel packed as
-    those in float8 do, by a codec that changes nothing.
+    With ``float8`` "lossless" rows travel packed as those in float8 do, by a codec that changes
+    nothing. ``in_steps`` sends and receives as halves do.
     """
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    ranks: int
+    rows: str
+    shape: tuple[str, int, int]
+    in_steps: bool
+    dtype: torch.dtype = torch.float64
+    float8: Literal["", "e4m3", "lossless"] = ""
+
+
+def _both(ranks: int, rows: str, shape: tuple[str, int, int], **keys: Any) -> list[_Case]:
+    return [_Case(ranks, rows, shape, in_steps, **keys) for in_steps in (False, True)]
+
+
+SUMS = [
+    *_both(2, "rank", ("random", 8, 3)),
+    *_both(2, "rank", ("one rank", 8, 3)),
+    *_both(4, "rank", ("random", 16, 4)),
+    *_both(4, "rank", ("a rank each", 16, 4)),
+    *_both(4, "rank", ("random", 4, 2)),  # one expert a rank: nothing to gain
+    *_both(4, "node", ("random", 16, 4)),
+    *_both(4, "node", ("one rank", 16, 4)),
+    *_both(4, "node", ("random", 4, 2)),
+]
+_LOSSLESS: Any = {"dtype": torch.float32, "float8": "lossless"}
+PACKED = [
+    *_both(2, "expert", ("random", 8, 3), **_LOSSLESS),
+    *_both(2, "rank", ("random", 8, 3), **_LOSSLESS),
+    *_both(2, "rank", ("one rank", 8, 3), **_LOSSLESS),
+    *_both(4, "node", ("random", 16, 4), **_LOSSLESS),
+]
+HOPS = [
+    _Case(4, rows, ("random", 16, 4), True, torch.bfloat16, "e4m3") for rows in ("rank", "node")
+]
+BF16 = [_Case(2, rows, ("random", 8, 3), False, torch.bfloat16) for rows in ("expert", "rank")]
+
+
+def _layers(cases: list[_Case]) -> dict[_Case, dict[str, Any]]:
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
-    kind, experts, top_k = shape
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("ep",))
+    found = {case: _layer(case, mesh) for case in cases}
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[_Case, list[dict[str, Any]]]:
+    """What each rank has of each case; all cases of as many ranks run in one start of them."""
+    results = {}
+    for ranks in (2, 4):
+        cases = [case for case in (*SUMS, *PACKED, *HOPS, *BF16) if case.ranks == ranks]
+        folder = tmp_path_factory.mktemp("layers")
+        of_ranks = run_ranks(_layers, ranks, cases, log_folder=folder)
+        results |= {case: [each[case] for each in of_ranks] for case in cases}
+    return results
+
+
+def _layer(case: _Case, mesh: Any) -> dict[str, Any]:
+    """Dispatch, experts and combine of one layer, and its backward, on this rank."""
+    rank, ranks = mesh.get_local_rank(), case.ranks
+    kind, experts, top_k = case.shape
     config = FunctionalAllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k)
     routed: Any = nn.Module()
     routed.token_dispatcher = dispatcher = config.build()
     dispatcher.ep_mesh = mesh
-    dispatcher.sends_float8 = bool(float8)
-    nodes = 2 if rows == "node" else 0
-    if rows != "expert":
+    dispatcher.sends_float8 = bool(case.float8)
+    nodes = 2 if case.rows == "node" else 0
+    if case.rows != "expert":
         _exchange_once(routed, mesh, nodes)
         assert bool(dispatcher.sends_once) == (min(top_k, experts // (nodes or ranks)) > 1)
-    inputs = _Inputs(kind, experts, top_k, ranks, rank, dtype)
+    inputs = _Inputs(kind, experts, top_k, ranks, rank, case.dtype)
     counts_E = torch.bincount(inputs.ids_TK.flatten(), minlength=experts)
     x_TD, scores_TK = inputs.x_TD.requires_grad_(), inputs.scores_TK.requires_grad_()
     w_eDD = inputs.w_EDD.chunk(ranks)[rank].clone().requires_grad_()
@@ -124,10 +175,10 @@ def _layer(
         parts = x_RD.split(counts_e.tolist())
         return torch.cat([torch.tanh(x @ w) for x, w in zip(parts, w_eDD, strict=True)])
 
-    codec = Codec("exact" if float8 == "lossless" else "e4m3")
+    codec = Codec("exact" if case.float8 == "lossless" else "e4m3")
     with set_current_spmd_mesh(mesh), use_codec(codec), _Exchanges() as exchanges:
         given = (x_TD, scores_TK, inputs.ids_TK, counts_E)
-        if in_steps:  # as halves do
+        if case.in_steps:  # as halves do
             turn = dispatcher.send(*given)
             dispatcher.relay(turn)
             dispatcher.send_back(turn, experts_of(*dispatcher.receive(turn)))
@@ -139,7 +190,6 @@ def _layer(
         _loss(out_TD).backward()
     values: dict[str, Any] = {"out": out_TD, "x": x_TD.grad, "w": w_eDD.grad}
     values["scores"] = scores_TK.grad
-    dist.destroy_process_group()
     return {
         "values": {name: value.detach().double().numpy() for name, value in values.items()},
         "rows": exchanges.rows,
@@ -170,24 +220,9 @@ def _without_ranks(shape: tuple[str, int, int], ranks: int) -> list[dict[str, np
     ]
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-@pytest.mark.parametrize(
-    ("ranks", "rows", "shape"),
-    [
-        (2, "rank", ("random", 8, 3)),
-        (2, "rank", ("one rank", 8, 3)),
-        (4, "rank", ("random", 16, 4)),
-        (4, "rank", ("a rank each", 16, 4)),
-        (4, "rank", ("random", 4, 2)),  # one expert a rank: nothing to gain
-        (4, "node", ("random", 16, 4)),
-        (4, "node", ("one rank", 16, 4)),
-        (4, "node", ("random", 4, 2)),
-    ],
-)
-def test_sums_are_those_of_every_expert(
-    ranks: int, rows: str, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
-):
-    found = run_ranks(_layer, ranks, rows, in_steps, shape, torch.float64, log_folder=tmp_path)
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_sums_are_those_of_every_expert(case: _Case, found: dict[_Case, list[dict[str, Any]]]):
+    ranks, rows, shape = case.ranks, case.rows, case.shape
     kind, experts, top_k = shape
     gains = experts > ranks or rows == "node"
     sends, forwards = torch.zeros(2, ranks, ranks, dtype=torch.int64)
@@ -199,12 +234,9 @@ def test_sums_are_those_of_every_expert(
                 forwards[via, to] += 1
             for to in set(here if rows == "node" else ids) if gains else ids:
                 sends[rank, to] += 1
-    for rank, (mine, expected) in enumerate(zip(found, _without_ranks(shape, ranks), strict=True)):
-        # Titan makes the products of outputs and scores in fp32, whatever comes.
-        tolerance = 1e-12 if gains else 1e-6
-        for name, value in expected.items():
-            scale = max(np.abs(value).max(), 1.0)
-            assert np.abs(mine["values"][name] - value).max() < tolerance * scale, name
+    # Titan makes the products of outputs and scores in fp32, whatever comes.
+    _assert_sums(found[case], case, 1e-12 if gains else 1e-6)
+    for rank, mine in enumerate(found[case]):
         hops = (sends, forwards) if rows == "node" else (sends,)
         out = [int(hop[rank].sum()) for hop in hops]
         back = [int(hop[:, rank].sum()) for hop in hops[::-1]]
@@ -213,36 +245,24 @@ def test_sums_are_those_of_every_expert(
         assert mine["exchanges"] == 1 + len(hops) * (4 + (2 if gains else 0))
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
-@pytest.mark.parametrize(
-    ("ranks", "rows", "shape"),
-    [
-        (2, "expert", ("random", 8, 3)),
-        (2, "rank", ("random", 8, 3)),
-        (2, "rank", ("one rank", 8, 3)),
-        (4, "node", ("random", 16, 4)),
-    ],
-)
-def test_packed_rows_have_the_gradients_of_every_expert(
-    ranks: int, rows: str, shape: tuple[str, int, int], in_steps: bool, tmp_path: Path
-):
-    """Several experts of a rank read one row: its gradient is the sum of theirs."""
-    found = run_ranks(
-        *(_layer, ranks, rows, in_steps, shape, torch.float32, "lossless"), log_folder=tmp_path
-    )
-    for mine, expected in zip(found, _without_ranks(shape, ranks), strict=True):
+def _assert_sums(of_ranks: list[dict[str, Any]], case: _Case, tolerance: float) -> None:
+    for mine, expected in zip(of_ranks, _without_ranks(case.shape, case.ranks), strict=True):
         for name, value in expected.items():
             scale = max(np.abs(value).max(), 1.0)
-            assert np.abs(mine["values"][name] - value).max() < 1e-6 * scale, name
+            assert np.abs(mine["values"][name] - value).max() < tolerance * scale, name
 
 
-def test_two_hops_pass_float8_on_as_it_came(tmp_path: Path):
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_packed_rows_have_the_gradients_of_every_expert(
+    case: _Case, found: dict[_Case, list[dict[str, Any]]]
+):
+    """Several experts of a rank read one row: its gradient is the sum of theirs."""
+    _assert_sums(found[case], case, 1e-6)
+
+
+def test_two_hops_pass_float8_on_as_it_came(found: dict[_Case, list[dict[str, Any]]]):
     """Tokens, and gradients of what comes back, are quantized once, however many hops there are."""
-    shape = ("random", 16, 4)
-    one, two = (
-        run_ranks(_layer, 4, rows, True, shape, torch.bfloat16, "e4m3", log_folder=tmp_path)
-        for rows in ("rank", "node")
-    )
+    one, two = (found[case] for case in HOPS)
     for mine, its in zip(two, one, strict=True):
         for name, value in its["values"].items():
             error = np.linalg.norm(mine["values"][name] - value) / np.linalg.norm(value)
@@ -258,18 +278,16 @@ def test_experts_of_large_numbers_travel_beside_scores_in_bf16():
     assert torch.equal(_experts_of(rows._routes_T2K), ids_TK)
 
 
-def test_bf16_is_as_close_as_a_row_for_each_expert(tmp_path: Path):
+def test_bf16_is_as_close_as_a_row_for_each_expert(found: dict[_Case, list[dict[str, Any]]]):
     """Sums in fp32 round less than a bf16 number for each expert."""
-    shape = ("random", 8, 3)
     errors = {}
-    for rows in ("expert", "rank"):
-        found = run_ranks(_layer, 2, rows, False, shape, torch.bfloat16, log_folder=tmp_path)
-        errors[rows] = {
+    for case in BF16:
+        errors[case.rows] = {
             name: max(
                 np.linalg.norm(mine["values"][name] - its[name]) / np.linalg.norm(its[name])
-                for mine, its in zip(found, _without_ranks(shape, 2), strict=True)
+                for mine, its in zip(found[case], _without_ranks(case.shape, 2), strict=True)
             )
-            for name in found[0]["values"]
+            for name in found[case][0]["values"]
         }
     for name, error in errors["rank"].items():
         assert error < min(0.02, 1.05 * errors["expert"][name]), name
@@ -300,10 +318,14 @@ def test_to_how_many_ranks_a_token_goes(
     assert ranks_of_token(router, ep) == pytest.approx(counted, rel=0.01)
 
 
-def _planned(nodes: int) -> tuple[Any, Any, int]:
-    """Rows that a rank of 8 sends and receives in a dry run, and tokens of its experts."""
+def _planned() -> list[tuple[Any, Any, int]]:
+    """Rows that a rank of 8 sends and receives in dry runs, and tokens of its experts."""
     dist.init_process_group("fake", rank=0, world_size=8)
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("ep",))
+    return [_planned_rows(mesh, nodes) for nodes in (0, 2)]
+
+
+def _planned_rows(mesh: Any, nodes: int) -> tuple[Any, Any, int]:
     router = _of_titan(64, 6, None, None)
     config = PlannedTokenDispatcher.Config(num_experts=64, top_k=6, imbalance=1.5, router=router)
     routed: Any = nn.Module()
@@ -321,15 +343,13 @@ def _planned(nodes: int) -> tuple[Any, Any, int]:
 
 
 def test_a_dry_run_counts_fewer_rows(tmp_path: Path):
-    """4.536 ranks a token; this one's experts get 1.5 times the tokens."""
-    ((sends, receives, tokens),) = run_ranks(_planned, 1, 0, log_folder=tmp_path)
+    """4.536 ranks a token, or 1.976 of two nodes of 4 ranks.
+
+    This rank's experts get 1.5 times the tokens, and its node 1.125 times.
+    """
+    (((sends, receives, tokens), two),) = run_ranks(_planned, 1, log_folder=tmp_path)
     assert (sends[0], receives[0], tokens) == (4536, 6803, 9000)
-
-
-def test_a_dry_run_counts_the_rows_of_two_hops(tmp_path: Path):
-    """Two nodes of 4 ranks: 1.976 a token. This rank's gets 1.125 times the tokens."""
-    ((sends, receives, tokens),) = run_ranks(_planned, 1, 2, log_folder=tmp_path)
-    assert (sends, receives, tokens) == ([1976, 5102], [2223, 6803], 9000)
+    assert two == ([1976, 5102], [2223, 6803], 9000)
 
 
 PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3, parallelize="submodule"))
@@ -363,7 +383,7 @@ def _tokens(run: Run, runs: Runs) -> dict[bool, list[int]]:
 def test_bytes_on_the_wire(overlap: str, dtype: str | None, ac: str, runs: Runs):
     """Of 3 experts out of 8 on two ranks a token has 1.86 ranks, if all are as likely."""
     run = replace(PLAIN, overlap_exchanges=overlap, exchange_dtype=dtype, ac=ac)
-    run = replace(run, save_all_to_all="always")
+    run = replace(run, save_all_to_all="always", layers=2, steps=2)
     once, plain = (_tokens(each, runs) for each in (_once(run), run))
     for in_backward in (False, True):
         ours, its = once[in_backward], plain[in_backward]
@@ -394,7 +414,7 @@ def test_exchanges_of_two_hops(runs: Runs):
     """Of one layer: twice as many but for the counts, and fewer bytes through the network."""
     # Two nodes, on fake tensors: as many tokens go there as if all experts are as likely.
     planned = replace(NODES, world=64, global_batch=64, ep=16, experts=32, nodes=(), ac="fp8")
-    cases = [(saves, rows) for saves in ("always", "never") for rows in ("rank", "node")]
+    cases = [("always", "rank"), ("always", "node"), ("never", "node")]
     steps = runs.planned(
         *(replace(planned, save_all_to_all=saves, exchange_rows=rows) for saves, rows in cases)
     )
@@ -406,8 +426,7 @@ def test_exchanges_of_two_hops(runs: Runs):
         assert len(forward) == 1 + 3 * hops, case  # counts; scores, tokens out and back
         assert len(backward) == (3 + again) * hops, case  # the recompute sends tokens out
         largest[case] = max(e.nbytes for e in forward[: 2 + hops])
-    for saves in ("always", "never"):
-        assert largest[saves, "node"] < 0.85 * largest[saves, "rank"]
+    assert largest["always", "node"] < 0.85 * largest["always", "rank"]
 
 
 @pytest.mark.slow

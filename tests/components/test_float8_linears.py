@@ -36,6 +36,7 @@ def test_the_same_results_as_gathered_in_full(runs: Runs):
     assert [r.state_hash for r in ours.ranks] == [r.state_hash for r in whole.ranks]
 
 
+@pytest.mark.slow  # test_what_fsdp_runs_is_not_counted has other casts of FSDP's
 def test_casts_of_a_gather_are_no_operations_of_a_checkpoint(runs: Runs):
     """A unit inside of a block casts its weights in the forward, and not in the recompute.
 
@@ -105,6 +106,7 @@ def test_ranks_without_rows_take_part(tmp_path: Path):
     assert found == [pytest.approx(expected)] * 4
 
 
+@pytest.mark.slow  # the two tests around it have the scales
 def test_what_is_gathered_ahead_of_a_forward_has_the_scales_of_its_step(runs: Runs):
     """Some schedules gather a stage before its forward begins, which makes the scales."""
     run = Run(world=2, pp=2, layers=4, schedule="Interleaved1F1B", steps=2, ac="none")

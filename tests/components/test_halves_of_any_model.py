@@ -331,7 +331,12 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Together], lis
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(k, marks=[pytest.mark.slow] if CASES[k].compiles else []) for k in CASES],
+    [
+        pytest.param(
+            name, marks=[pytest.mark.slow] if case.compiles or case.run.backend == DTENSOR else []
+        )
+        for name, case in CASES.items()
+    ],
 )
 def test_halves_compute_what_the_whole_does(name: str, judged: Callable[..., list[Any]]):
     for of_rank in judged(_together(CASES[name])):

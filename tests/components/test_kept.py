@@ -73,24 +73,24 @@ def test_a_table_that_both_make_is_one():
     assert torch.equal(_run((torch.ones(5), torch.ones(5)), _Router()), torch.ones(5))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        (torch.ones(()), torch.zeros(())),
-        (torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)),
-        (torch.ones(2, 3), torch.ones(1, 4)),
-        (0.5, 0.25),
-        (LENGTH, LENGTH),
-        (torch.Size([2, 4]), torch.Size([1, 4])),
-        ([torch.ones(2)], []),
-        (object(), object()),
-    ],
-)
+REFUSED: list[tuple[Any, Any]] = [
+    (torch.ones(()), torch.zeros(())),
+    (torch.ones((), requires_grad=True), torch.ones((), requires_grad=True)),
+    (torch.ones(2, 3), torch.ones(1, 4)),
+    (0.5, 0.25),
+    (LENGTH, LENGTH),
+    (torch.Size([2, 4]), torch.Size([1, 4])),
+    ([torch.ones(2)], []),
+    (object(), object()),
+]
+
+
 @pytest.mark.parametrize("name", ["kept", "z", "scores"])
-def test_what_nobody_can_put_together_is_refused_by_name(values: Any, name: str):
+def test_what_nobody_can_put_together_is_refused_by_name(name: str):
     where = r"layers\.1\.router\.aux" if name == "z" else r"layers\.1\.router"
-    with pytest.raises(ValueError, match=f'"halves": {where} keeps .{name}.'):
-        _run(values, _Router(), name)
+    for values in REFUSED:
+        with pytest.raises(ValueError, match=f'"halves": {where} keeps .{name}.'):
+            _run(values, _Router(), name)
 
 
 def test_what_one_half_alone_sets_stays():

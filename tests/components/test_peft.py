@@ -364,6 +364,7 @@ def _train_rank(base: Path, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow  # the documented way trains and exports, too
 def test_deepseek_v3_from_safetensors_to_peft(tmp_path: Path):
     """EP 2, interrupted after step 2 or not."""
     base, whole, resumed = (tmp_path / name for name in ("base", "whole", "resumed"))
