@@ -81,8 +81,6 @@ def test_what_fsdp_runs_is_not_counted(policy: Any, selective: Result, tmp_path:
         (dataclasses.replace(_EP2, ac=Config(), save_all_to_all="always"), 2),
         # As stock on one node: dispatch and combine again, but not the numbers of tokens.
         _slow(dataclasses.replace(_EP2, ac=Config()), 4),
-        _slow(dataclasses.replace(_EP2, ac=Config(), backend="partial_dtensor"), 2),
-        _slow(dataclasses.replace(_EP2, ac=Config(preset="speed"), parallelize="block"), 4),
         _slow(
             dataclasses.replace(
                 _EP2, ac=Config(), world=4, ep=4, routing="one_expert", save_all_to_all="always"
@@ -116,34 +114,9 @@ def test_without_recompute_nothing_is_exchanged_twice(backend: str, runs: Runs):
     assert exchanges.count(True) == 2 * _MOE_BLOCKS
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(world=2, pp=2, parallelize="block", ac=Config(), layers=2),
-        _slow(
-            Run(
-                world=2,
-                pp=2,
-                schedule="Interleaved1F1B",
-                parallelize="block",
-                ac=Config(),
-                global_batch=4,
-                layers=4,
-            )
-        ),
-        _slow(
-            Run(world=2, ep=2, parallelize="submodule", ac=Config(), reshard="never", prefetch=3)
-        ),
-        _slow(Run(world=2, tp=2, parallelize="block", ac=Config())),
-        _slow(Run(model="deepseek_v3_mtp", parallelize="block", ac=Config(), layers=2)),
-        _slow(Run(model="qwen3_moe", parallelize="block", ac=Config(preset="speed"), layers=1)),
-        _slow(Run(model="muse_glimmer", parallelize="block", ac=Config(), layers=2)),
-    ],
-    ids=str,
-)
-def test_other_layouts_and_models(run: Run, tmp_path: Path):
+def test_a_pipeline(tmp_path: Path):
     """The first step's gradient norm is bf16's, nearly; the loss falls."""
-    run = dataclasses.replace(run, steps=3)
+    run = Run(world=2, pp=2, parallelize="block", ac=Config(), layers=2, steps=3)
     ours = train(run, tmp_path / "ours")
     stock = train(
         dataclasses.replace(run, ac="selective", steps=1, reshard="default"), tmp_path / "stock"

@@ -157,33 +157,6 @@ def test_gradients_are_close(runs: Runs):
     assert differ > len(plain) / 2
 
 
-FOUR = replace(PLAIN, world=4, global_batch=16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [
-        replace(PLAIN, ac="none", backend="partial_dtensor", parallelize="block"),
-        replace(PLAIN, ac="full", overlap_exchanges="halves"),
-        replace(PLAIN, ac="fp8_early", save_all_to_all="always"),
-        replace(PLAIN, model="gpt_oss", save_all_to_all="never"),
-        replace(PLAIN, model="qwen3_moe", ac="on_host_all"),
-        replace(PLAIN, model="deepseek_v3", routing="one_expert"),
-        replace(FOUR, tp=2, global_batch=8),
-        replace(FOUR, pp=2, microbatch_size=2, global_batch=8, overlap_exchanges="halves"),
-        replace(FOUR, ep=4, experts=8, accumulate=2),
-        replace(FOUR, experts=6, float8_all_gather="experts", overlap_exchanges="halves"),
-    ],
-    ids=str,
-)
-def test_layouts(run: Run, runs: Runs):
-    run = replace(run, traced_step=0)
-    ours, plain = (runs.get(each) for each in (_float8(run), run))
-    assert ours.losses == pytest.approx(plain.losses, rel=5e-3)
-    assert ours.grad_norms == pytest.approx(plain.grad_norms, rel=5e-2)
-
-
 class _NarrowIntegers(TorchDispatchMode):
     """Notes operations that take or make integers of 8 to 32 bits with a sign."""
 

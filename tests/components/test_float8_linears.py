@@ -106,16 +106,6 @@ def test_ranks_without_rows_take_part(tmp_path: Path):
     assert found == [pytest.approx(expected)] * 4
 
 
-@pytest.mark.slow  # the two tests around it have the scales
-def test_what_is_gathered_ahead_of_a_forward_has_the_scales_of_its_step(runs: Runs):
-    """Some schedules gather a stage before its forward begins, which makes the scales."""
-    run = Run(world=2, pp=2, layers=4, schedule="Interleaved1F1B", steps=2, ac="none")
-    run = replace(run, converters=GATHERED.converters, parallelize="block")
-    ours, stock = (runs.get(each) for each in (run, replace(run, parallelize="stock")))
-    assert ours.losses == stock.losses
-    assert ours.grad_norms == stock.grad_norms
-
-
 def test_scales_follow_the_optimizer():
     made = []
     shard = SimpleNamespace(_precomputed_scale=None)
@@ -138,24 +128,3 @@ def test_scales_follow_the_optimizer():
         assert len(made) == 3
     del scales
     step()  # asks nobody
-
-
-FOUR = replace(GATHERED, world=4, global_batch=8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [
-        replace(FOUR, pp=2, parallelize="block"),
-        replace(FOUR, dp_replicate=2, ac="fp8"),
-        replace(GATHERED, backend="partial_dtensor", ac="full"),
-        replace(GATHERED, cpu_offload=True),
-    ],
-    ids=str,
-)
-def test_layouts(run: Run, runs: Runs):
-    run = replace(run, traced_step=0)
-    ours, whole = (runs.get(each) for each in (run, replace(run, converters=IN_BF16.converters)))
-    assert ours.losses == pytest.approx(whole.losses, rel=2e-3)
-    assert ours.grad_norms == pytest.approx(whole.grad_norms, rel=2e-2)

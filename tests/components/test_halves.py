@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import Collective, count
-from tests.helpers.training import Result, Run, Runs, make_config, observed
+from tests.helpers.training import Run, Runs, make_config, observed
 from titan_ext.run.trainer import Trainer
 
 PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3))
@@ -20,17 +20,6 @@ _COUNTS = 1024
 
 def _halves(run: Run) -> Run:
     return replace(run, overlap_exchanges="halves")
-
-
-def _assert_close(halves: Result, plain: Result) -> None:
-    """Weight gradients are sums of two halves, so losses differ in their last digits.
-
-    Those of the first step do where a product's rows depend on how many there are, as a bf16 one of
-    1,024 columns does on a CPU with AMX.
-    """
-    assert halves.losses[0] == pytest.approx(plain.losses[0], rel=1e-4)
-    assert halves.losses == pytest.approx(plain.losses, rel=1e-3)
-    assert halves.grad_norms == pytest.approx(plain.grad_norms, rel=1e-2)
 
 
 _PLANNED = Run(world=64, ep=8, global_batch=128, layers=2, narrow=True, parallelize="submodule")
@@ -89,35 +78,6 @@ def test_halves_are_what_each_is_alone(tmp_path: Path):
     """Bit for bit: a batch of one sequence runs whole."""
     run = _halves(replace(PLAIN, parallelize="submodule", backend="partial_dtensor"))
     assert run_ranks(_outputs, 2, run, tmp_path, log_folder=tmp_path) == [(True, False)] * 2
-
-
-FOUR = replace(PLAIN, world=4, global_batch=16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [
-        replace(PLAIN, ac="none", backend="partial_dtensor"),
-        replace(PLAIN, ac="full", accumulate=2, global_batch=12),  # 3 sequences: halves of 2 and 1
-        replace(PLAIN, ac="fp8", cpu_offload=True),
-        replace(PLAIN, ac="fp8_no_recompute", attention="flex"),
-        replace(PLAIN, ac="fp8", lora=8),
-        replace(PLAIN, ac="on_host_all", model="deepseek_v3_mtp"),
-        replace(PLAIN, model="gpt_oss", save_all_to_all="always"),
-        replace(PLAIN, model="qwen3_moe", reshard="always", replicate=("norms",)),
-        replace(FOUR, tp=2, global_batch=8),
-        replace(FOUR, pp=2, microbatch_size=2, global_batch=8),
-        replace(FOUR, dp_replicate=2, reshard="never"),
-        replace(FOUR, nodes=(3, 1), ac="fp8"),
-        replace(FOUR, experts=6, float8_all_gather="experts"),
-        replace(FOUR, experts=6, routing="one_expert", ac="fp8_early", save_all_to_all="always"),
-    ],
-    ids=str,
-)
-def test_layouts(run: Run, runs: Runs):
-    run = replace(run, parallelize="submodule", traced_step=0)
-    _assert_close(runs.get(_halves(run)), runs.get(run))
 
 
 def test_a_stage_without_experts_takes_part(runs: Runs):
