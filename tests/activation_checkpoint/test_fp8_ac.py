@@ -260,8 +260,12 @@ def test_grouped_query_attention_is_computed_again_from_an_exact_input():
 
 @pytest.mark.parametrize(
     "config",
-    [*(Config(preset=preset) for preset in ("memory", "speed", "stock")), Config(mode="full")],
-    ids=lambda config: f"{config.mode}-{config.preset}",
+    [
+        *(Config(preset=preset) for preset in ("memory", "speed", "stock")),
+        Config(mode="full"),
+        Config(op_policies={"*:aten.topk": "recompute"}),  # that is not for a user to decide
+    ],
+    ids=lambda config: f"{config.mode}-{config.preset}-{config.op_policies}",
 )
 def test_a_router_that_rounds_otherwise_in_the_recompute_routes_alike(config):
     """TorchTitan's issue 3336: a near tie flips, and experts get other tokens than in forward."""

@@ -40,7 +40,12 @@ from titan_ext.activation_checkpoint.compile import (
 )
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies
 from titan_ext.activation_checkpoint.op_rules import parse_rules
-from titan_ext.activation_checkpoint.partition import Float8Partitioner, Saved, compile_arguments
+from titan_ext.activation_checkpoint.partition import (
+    Float8Partitioner,
+    Saved,
+    _must_stay_exact,
+    compile_arguments,
+)
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
 
@@ -405,6 +410,12 @@ def test_a_discarded_output_that_is_read_is_computed_again(how: str):
     for mine, its in zip(*outcomes, strict=True):
         assert mine is not None
         assert torch.equal(mine, its)
+
+
+def test_what_stays_exact():
+    x = torch.zeros(64, 64, dtype=torch.bfloat16)
+    others = (x, x.float(), x.long(), x[1:], x[:, :1].expand(64, 128))
+    assert [_must_stay_exact(y) for y in others] == ["", "float32", "int64", "small", "expanded"]
 
 
 def test_a_backend_that_ignores_partitioners_is_refused():
