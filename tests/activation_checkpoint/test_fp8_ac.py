@@ -346,6 +346,10 @@ def test_nothing_in_float8_is_an_error():
     block = _block().float()
     with pytest.raises(RuntimeError, match=r"nothing was stored in it.*exact: float32"):
         measure_block(block, _input().float(), None, None)
+    report = measure_block(_block(), _input()[:1, :2], None, None)  # small copies of jobs are so
+    treatments = {row.treatment for row in report.stored if row.nbytes}
+    assert "exact: small" in treatments
+    assert not any(kind.startswith("float8") for kind in treatments)
 
 
 @torch.library.custom_op("titan_ext_tests::flash_attention", mutates_args=())

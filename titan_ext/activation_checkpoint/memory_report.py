@@ -22,7 +22,7 @@ from titan_ext.activation_checkpoint.op_rules import KEY, OpPolicy
 from titan_ext.activation_checkpoint.partition import Saved
 from titan_ext.fp8 import Codec, MemoryRow, MemoryRows, memory_rows
 
-_COULD_NOT = tuple(f"exact: {why}" for why in ("float", "small", "expanded", "would not shrink"))
+_COULD_NOT = tuple(f"exact: {why}" for why in ("float", "expanded", "would not shrink"))
 """First words of ``MemoryRow.treatment`` where float8 was asked for and not possible."""
 
 
@@ -220,7 +220,7 @@ class PolicyReport(MemoryReport):
         """Raise RuntimeError if float8 was asked for, and nothing in ``rows`` could be stored so.
 
         Where a preset keeps nothing in float8 (grouped-query attention and routed experts, with
-        "memory"), the log says that all is exact.
+        "memory"), or all is small, as in a small copy of a job, the log says that all is exact.
         """
         kept = sorted({row.treatment for row in rows})
         if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
