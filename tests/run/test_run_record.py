@@ -151,6 +151,24 @@ def test_the_end_of_a_run_says_what_is_next(checkpoint: dict[str, Any], said: st
     assert said in sentence
 
 
+def test_more_steps_are_not_advised_where_the_data_ended(
+    tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO")
+    config = load(FILES[0])
+    config.dump_folder = str(tmp_path)
+    for step in (config.training.steps - 1, config.training.steps):
+        record = RunRecord()
+        trainer: Any = SimpleNamespace(config=config, step=step, checks=[], data_ended=True)
+        trainer.checkpointer = SimpleNamespace(folder="checkpoint")
+        record.after_build(trainer)
+        with record.around_run(trainer):
+            pass
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [start["ending"] for start in starts] == ["finished", "finished"]
+    assert caplog.text.count("Finished at step") == 1
+
+
 def test_a_record_is_written_whole(tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch):
     trainer: Any = SimpleNamespace(config=SimpleNamespace(dump_folder=str(tmp_path)))
     record = RunRecord()

@@ -24,9 +24,6 @@ from typing import Any
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-COMMAND_LINE = "command line"
-"""The origin of what a flag sets; in messages, in place of a file."""
-
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The end of a message about an unknown ``name``: the nearest of ``known``, or a full stop."""

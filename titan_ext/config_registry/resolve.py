@@ -13,13 +13,16 @@ from typing import Any
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from titan_ext.base.messages import COMMAND_LINE, checks_later
+from titan_ext.base.messages import checks_later
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.config_registry.terminal import hide_noise
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed, leaves, lines_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, read_chain, to_toml
+
+_COMMAND_LINE = "command line"
+"""The origin of what a flag sets, in place of a file."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Resolved:
 
     def given(self) -> Iterator[tuple[str, str, str]]:
         """``lines`` of what the command line gave."""
-        return self.lines(lambda origin: origin == COMMAND_LINE)
+        return self.lines(lambda origin: origin == _COMMAND_LINE)
 
 
 def load(name: str | Path) -> Trainer.Config:
@@ -118,6 +121,6 @@ def resolve(name: str | Path, flags: Sequence[str] = ()) -> Resolved:
         if flagged.get(key, value) != value:
             origin = "titan_ext, as the log says"  # no accelerator, or no CUDA graphs
         elif before.get(key, MISSING) != value:
-            origin = COMMAND_LINE
+            origin = _COMMAND_LINE
         resolved.origins[key] = origin
     return resolved

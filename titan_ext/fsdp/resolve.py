@@ -186,8 +186,8 @@ def _reshard_of(of: _Job, unit: UnitPlan, *, on_model_axis: bool) -> bool | int:
     Of several patterns for its name the last counts, then its kind, then the setting for all.
     "default" frees a unit after forward, except in a pipeline, which would gather it again for
     every microbatch, and except the head. The head runs first in backward, so of the settings for
-    all units only "always" frees it. An int frees the embedding: no backward
-    would gather its larger shard, and FSDP2 would hold that until the next forward.
+    all units only "always" frees it. An int frees the embedding: no backward would gather its
+    larger shard, and FSDP2 would hold that until the next forward.
 
     Args:
         on_model_axis: Whether another kind of parallelism makes DTensors of its parameters: torch

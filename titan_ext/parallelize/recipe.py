@@ -29,9 +29,7 @@ from titan_ext.components.exchange_policy import Exchanges, cost_of_saving, reso
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import (
-    vision_modules,
-)
+from titan_ext.fsdp.units import vision_modules
 from titan_ext.parallelize.limits import shard_axis, wrong_together
 
 

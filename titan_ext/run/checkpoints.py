@@ -36,11 +36,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.messages import (
-    and_more,
-    format_bytes,
-    ranks_in_words,
-)
+from titan_ext.base.messages import and_more, format_bytes, ranks_in_words
 from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data

@@ -115,7 +115,7 @@ class RunRecord(RunCheck):
                 if isinstance(check, Receipts):
                     self._entry["receipts"] = check.receipts()
             self._write(trainer)
-            if ending == "finished":
+            if trainer.step >= trainer.config.training.steps and ending == "finished":
                 logger.info(what_is_next(trainer))
 
     def _write(self, trainer: Any) -> None:
