@@ -1,11 +1,13 @@
 """What a run says while it runs, and what it does not say."""
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.training import titan_config
 from titan_ext.base.messages import duration
+from titan_ext.config_registry import terminal
 from titan_ext.config_registry.terminal import hide_noise, log_on_one_node
 from titan_ext.run.trainer import extend_config
 
@@ -32,6 +34,15 @@ def test_defaults_are_not_warned_of(caplog: pytest.LogCaptureFixture):
     assert "initial_load_model_only" not in caplog.text
     logging.warning("another")
     assert "another" in caplog.text
+
+
+def test_commands_show_our_own_lines_alone():
+    """In a checkout that is called titan_ext, too, with other packages in its .venv."""
+    package = Path(terminal.__file__).parents[1]
+    others = Path("/srv/titan_ext/.venv/torchtitan/trainer.py")
+    for path, ours in ((package / "run/budget.py", True), (others, False)):
+        record = logging.makeLogRecord({"pathname": str(path)})
+        assert terminal._is_ours(record) is ours
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ run until ``wait_tensor``, which torch's registry of works also keeps what they 
 
 import contextlib
 import functools
+import os
 import traceback
 import unittest.mock
 import weakref
@@ -25,9 +26,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torchtitan
+from torch.distributed.fsdp import _fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import titan_ext
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, patched, planned_config
 from titan_ext.base.op_cost import groups_of, moves_nothing
@@ -39,6 +43,12 @@ from titan_ext.plan.stand_ins import as_rank
 Clock = dict[Hashable, int]
 """How much of each queue has surely run."""
 HOST = "host"
+# By folder, not by name: a checkout may be called titan_ext, with torch in its .venv.
+WATCHED = tuple(
+    os.path.dirname(str(package.__file__)) + os.sep
+    for package in (titan_ext, torchtitan, _fully_shard)
+)
+_PLAN = os.path.join(WATCHED[0], "plan", "")
 patch = unittest.mock.patch.object
 
 
@@ -332,12 +342,11 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _where() -> str:
-    """The innermost frame of FSDP2, TorchTitan or ours, but of this file."""
+    """The innermost frame of FSDP2, TorchTitan or ours, but of the plan."""
     for frame, line in traceback.walk_stack(None):
-        path = Path(frame.f_code.co_filename)
-        of = {"titan_ext", "torchtitan", "_fully_shard"} & set(path.parts)
-        if of and "plan" not in path.parts and "tests" not in path.parts:
-            return f"{path.name}:{line} {frame.f_code.co_name}"
+        path = frame.f_code.co_filename
+        if path.startswith(WATCHED) and not path.startswith(_PLAN):
+            return f"{os.path.basename(path)}:{line} {frame.f_code.co_name}"
     return ""
 
 

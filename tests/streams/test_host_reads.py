@@ -16,6 +16,7 @@ import torch
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, start_as_planned
+from tests.streams.sanitizer import WATCHED
 
 READS = (
     "tolist",
@@ -42,7 +43,7 @@ def _reads(run: Run, folder: Path) -> Counter[str]:
         def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             frame: Any = sys._getframe(1)
             path = frame.f_code.co_filename
-            if any(part in path for part in ("/titan_ext/", "/torchtitan/", "/_fully_shard/")):
+            if path.startswith(WATCHED):
                 found[f"{Path(path).stem}.{frame.f_code.co_name}"] += 1
             return real(tensor, *args, **kwargs)
 
