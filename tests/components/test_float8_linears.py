@@ -91,7 +91,7 @@ def _scales_of_uneven_shards() -> list[float]:
         weights.append(weight)
     inners: list[Any] = [weight._local_tensor for weight in weights]
     # What is gathered ahead of the forward makes its own scale, and keeps none.
-    ahead = [inner.fsdp_pre_all_gather(mesh)[1][0] for inner in inners]
+    ahead = [inner.fsdp_pre_all_gather(mesh, (5,), (), None, None)[1][0] for inner in inners]
     assert [inner._precomputed_scale for inner in inners] == [None, None]
     Float8Scales(weights).make()
     scales = [float(inner._precomputed_scale) for inner in inners]
@@ -104,6 +104,53 @@ def test_ranks_without_rows_take_part(tmp_path: Path):
     expected = [448 / 32, 448 / 80]
     found = run_ranks(_scales_of_uneven_shards, 4, log_folder=tmp_path)
     assert found == [pytest.approx(expected)] * 4
+
+
+def _uneven_linears() -> list[float]:
+    """Outputs and gradients of float8 linears of 2 and 5 rows, on 4 ranks and whole."""
+    import os
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+    from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+
+    from titan_ext.base.no_accelerator import reduce_without_premul_sum
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    found = []
+    for is_whole in (False, True):
+        torch.manual_seed(0)
+        config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=not is_whole)
+        layers = []
+        for inputs, rows in ((16, 5), (5, 2)):
+            layer: Any = Float8Linear.from_float(nn.Linear(inputs, rows, bias=False), config)
+            if not is_whole:
+                dtype: Any = config.cast_config_weight.target_dtype
+                weight = layer.weight._tensor.detach()
+                layer.weight = nn.Parameter(GatheredWeight(weight, layer.linear_mm_config, dtype))
+            layers.append(layer)
+        model: Any = nn.Sequential(*layers)
+        if not is_whole:
+            fully_shard(model, mesh=mesh)
+            disable_fsdp_gradient_division(model)
+            reduce_without_premul_sum(model)
+        for _ in range(2):  # the second gather is into what the first one made
+            model.zero_grad()
+            out = model(torch.arange(64.0).view(4, 16).cos())
+            (out.sum() / (1 if is_whole else mesh.size())).backward()
+        grads = [p.grad if is_whole else p.grad.full_tensor() for p in model.parameters()]
+        found.append([out.detach(), *grads])
+    dist.destroy_process_group()
+    return [float((a - b).abs().amax()) for a, b in zip(*found, strict=True)]
+
+
+def test_ranks_with_fewer_rows_or_none_gather_as_many_bytes(tmp_path: Path):
+    """torchao's own cast pads nothing: gloo ended, and NCCL would take what it finds."""
+    assert run_ranks(_uneven_linears, 4, log_folder=tmp_path) == [[0.0] * 3] * 4
 
 
 def test_scales_follow_the_optimizer():

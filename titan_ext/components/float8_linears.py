@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as nnf
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -45,7 +46,9 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
     """torchao's weight, cast for FSDP2 out of sight of a checkpoint: a recompute casts none.
 
     It travels as bytes: gloo has no float8, and FSDP2 sends a unit of one dtype in that
-    (``_get_all_gather_input_metadatas`` in _fsdp_collectives.py).
+    (``_get_all_gather_input_metadatas`` in _fsdp_collectives.py). Shards of fewer rows, or none,
+    are padded to the first one's: all ranks send equally many bytes. FSDP2 pads plain shards
+    alone, and cuts what it has gathered (``init_unsharded_param`` in _fsdp_param.py).
     """
 
     @classmethod
@@ -57,7 +60,10 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
             super().__torch_dispatch__(func, types, args, kwargs),
         )
 
-    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+    # With fewer arguments, as torchao's, FSDP2 does not check the sizes.
+    def fsdp_pre_all_gather(  # pyrefly: ignore
+        self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
+    ) -> Any:
         known = self._precomputed_scale
         with out_of_sight_of_checkpointing():
             if known is None:
@@ -66,7 +72,10 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
                 (data,), metadata = super().fsdp_pre_all_gather(mesh)
             finally:
                 self._precomputed_scale = known
-            return (data.view(torch.uint8),), metadata
+            data = data.view(torch.uint8)
+            if missing := -(-outer_size[0] // mesh.size()) - len(data):
+                data = nnf.pad(data, (0, 0, 0, missing))
+            return (data,), metadata
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], *given: Any, **named: Any
