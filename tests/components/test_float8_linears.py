@@ -1,6 +1,5 @@
 """Linears that FSDP2 gathers in float8: the same results, fewer bytes, one all-reduce of scales."""
 
-import unittest.mock
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,12 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed
 from tests.matrix.exact import differences
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.components import float8_linears
-from titan_ext.components.float8_linears import Float8Scales, GatheredWeight
+from titan_ext.components.float8_linears import (
+    Float8Scales,
+    GatheredFloat8Linear,
+    GatheredWeight,
+    make_scales_together,
+)
 
 PLAIN = observed(Run(world=2, ep=2, parallelize="submodule", global_batch=8, layers=2))
 GATHERED = replace(PLAIN, converters=("float8_gather",))
@@ -81,20 +84,22 @@ def _scales_of_uneven_shards() -> list[float]:
 
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-    weights = []
+    linears: list[Any] = []
     for rows in (2, 5):  # on 4 ranks: some hold no row of the first, the last none of both
         whole = torch.arange(1.0, 1 + 16 * rows).view(rows, 16)
         weight = distribute_tensor(whole, mesh, [Shard(0)])
         no_gemm: Any = None
         inner: Any = GatheredWeight(weight._local_tensor, no_gemm, torch.float8_e4m3fn)
         weight._local_tensor = inner
-        weights.append(weight)
-    inners: list[Any] = [weight._local_tensor for weight in weights]
+        linears.append(SimpleNamespace(weight=weight, weight_scale=None))
     # What is gathered ahead of the forward makes its own scale, and keeps none.
-    ahead = [inner.fsdp_pre_all_gather(mesh, (5,), (), None, None)[1][0] for inner in inners]
-    assert [inner._precomputed_scale for inner in inners] == [None, None]
-    Float8Scales(weights).make()
-    scales = [float(inner._precomputed_scale) for inner in inners]
+    ahead = [
+        linear.weight._local_tensor.fsdp_pre_all_gather(mesh, (5,), (), linear, None)[1][0]
+        for linear in linears
+    ]
+    assert [linear.weight_scale for linear in linears] == [None, None]
+    Float8Scales(linears).make()
+    scales = [float(linear.weight_scale) for linear in linears]
     assert scales == ahead
     dist.destroy_process_group()
     return scales
@@ -114,7 +119,7 @@ def _uneven_linears() -> list[float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
+    from torchtitan.components.quantization.float8 import Float8Linear
     from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 
     from titan_ext.base.no_accelerator import reduce_without_premul_sum
@@ -124,20 +129,21 @@ def _uneven_linears() -> list[float]:
     found = []
     for is_whole in (False, True):
         torch.manual_seed(0)
-        config = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=not is_whole)
-        layers = []
-        for inputs, rows in ((16, 5), (5, 2)):
-            layer: Any = Float8Linear.from_float(nn.Linear(inputs, rows, bias=False), config)
-            if not is_whole:
-                dtype: Any = config.cast_config_weight.target_dtype
-                weight = layer.weight._tensor.detach()
-                layer.weight = nn.Parameter(GatheredWeight(weight, layer.linear_mm_config, dtype))
-            layers.append(layer)
+        of: Any = Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=not is_whole)
+        cls: Any = Float8Linear if is_whole else GatheredFloat8Linear
+        sizes = ((16, 5), (5, 2))
+        layers = [
+            cls.Config(in_features=n, out_features=m, bias=False, _torchao_config=of).build()
+            for n, m in sizes
+        ]
+        for layer in layers:
+            nn.init.normal_(getattr(layer.weight, "_tensor", layer.weight))
         model: Any = nn.Sequential(*layers)
         if not is_whole:
             fully_shard(model, mesh=mesh)
             disable_fsdp_gradient_division(model)
             reduce_without_premul_sum(model)
+            make_scales_together(model)
         for _ in range(2):  # the second gather is into what the first one made
             model.zero_grad()
             out = model(torch.arange(64.0).view(4, 16).cos())
@@ -155,23 +161,22 @@ def test_ranks_with_fewer_rows_or_none_gather_as_many_bytes(tmp_path: Path):
 
 def test_scales_follow_the_optimizer():
     made = []
-    shard = SimpleNamespace(_precomputed_scale=None)
-    with unittest.mock.patch.object(float8_linears, "local_tensor", lambda weight: weight):
-        scales = Float8Scales([shard])  # type: ignore[list-item]
+    linear: Any = SimpleNamespace(weight=None, weight_scale=None)
+    scales = Float8Scales([linear])
 
-        def make() -> None:
-            made.append(1)
-            shard._precomputed_scale = 1.0
+    def make() -> None:
+        made.append(1)
+        linear.weight_scale = 1.0
 
-        scales.make = make  # type: ignore[method-assign]
-        for _ in range(2):
-            scales()
-        assert len(made) == 2  # no step has been seen
-        step = torch.optim.SGD([nn.Parameter(torch.ones(1))]).step
-        step()
-        assert shard._precomputed_scale is None  # a gather ahead of the forward makes its own
+    scales.make = make  # type: ignore[method-assign]
+    for _ in range(2):
         scales()
-        scales()
-        assert len(made) == 3
+    assert len(made) == 2  # no step has been seen
+    step = torch.optim.SGD([nn.Parameter(torch.ones(1))]).step
+    step()
+    assert linear.weight_scale is None  # a gather ahead of the forward makes its own
+    scales()
+    scales()
+    assert len(made) == 3
     del scales
     step()  # asks nobody

@@ -63,6 +63,14 @@ def test_the_example_of_the_docs(config: Loader):
         config(without_loss)
 
 
+def test_no_validation_where_torch_hands_gradients_over(config: Loader):
+    (example,) = re.findall(r"```toml\n(.*?)```", DOC.read_text(), flags=re.DOTALL)
+    validates = example + "[validator]\nenable = true\n"
+    with pytest.raises(ValueError, match=r"validator\.enable .* \"ZBVZeroBubble\", with which"):
+        config(validates)
+    assert config(validates.replace("ZBV", "Interleaved")).validator.enable
+
+
 @pytest.mark.slow
 def test_stock_loses_a_gradient_and_says_nothing(tmp_path: Path):
     """If this fails, a release of torch or Titan has mended it: our refusal can go."""

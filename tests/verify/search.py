@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -47,7 +48,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         '"deepseek_v3.deepseek_v3_debugmodel_mtp"',
         '"llama3.llama3_debugmodel"',
     ),
-    "ranks": ("2", "4", "8"),
+    "ranks": ("2", "4", "8", "6", "64"),  # of these, no power of two, and more than experts
     "parallelism.tensor_parallel_degree": ("1", "1", "2"),
     "parallelism.pipeline_parallel_degree": ("1", "1", "2"),
     "parallelism.context_parallel_degree": ("1", "1", "2"),
@@ -116,15 +117,15 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     if "mtp" in job["extends"]:
         job[degree("pipeline_parallel")] = job[degree("context_parallel")] = "1"
     for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
-        job[degree(axis)] = str(min(int(job[degree(axis)]), room))
+        job[degree(axis)] = str(math.gcd(int(job[degree(axis)]), room))
         room //= int(job[degree(axis)])
     replicas, pipeline = degree("data_parallel_replicate"), degree("pipeline_parallel")
-    job[replicas] = str(min(int(job[replicas]), room))
+    job[replicas] = str(math.gcd(int(job[replicas]), room))
     room //= int(job[replicas])
     shards = room * int(job[degree("tensor_parallel")]) * int(job[degree("context_parallel")])
     has_experts = "llama" not in job["extends"]
     expert = degree("expert_parallel")
-    job[expert] = str(min(int(job[expert]), shards if has_experts else 1))
+    job[expert] = str(math.gcd(int(job[expert]), shards if has_experts else 1))
     of_titan = job["parallelism.spmd_backend"] == '"spmd_types"'
     has_context = job[degree("context_parallel")] != "1"
     stock_experts = has_experts and "gpt_oss" not in job["extends"] and job["converters"] != "lora"
@@ -136,7 +137,7 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     if "gpt_oss" in job["extends"] or job["activation_checkpoint.policy"] == '"fp8"':
         job["training.mixed_precision_param"] = '"bfloat16"'
     reshard = "parallelism.fsdp_reshard_after_forward"
-    is_even = room >= 4 and shards // int(job[expert]) % 2 == 0 and shards == room
+    is_even = 4 <= room <= 8 and shards // int(job[expert]) % 2 == 0 and shards == room
     if job[reshard] == "2" and (of_titan or not is_even):
         job[reshard] = '"always"'
     splits = job[pipeline] != "1" and "ZBV" in schedule
@@ -227,7 +228,7 @@ def shrink(job: Job, is_wrong: Callable[[Job], bool]) -> Job:
 
 
 def search(
-    seconds: float, seed: int, folder: Path, *, only: str = "", ranks: int = 8
+    seconds: float, seed: int, folder: Path, *, only: str = "", ranks: int = 64
 ) -> Iterator[str]:
     """Verify one job after another; yield a line for each, and the smallest file of a WRONG one.
 
@@ -273,7 +274,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", default="", help="models whose name contains this")
-    parser.add_argument("--ranks", type=int, default=8, help="the most ranks of a job")
+    parser.add_argument("--ranks", type=int, default=64, help="the most ranks of a job")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import titan_ext.plan.verify.legs  # noqa: F401  once, for all forks

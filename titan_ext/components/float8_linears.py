@@ -64,14 +64,12 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
     def fsdp_pre_all_gather(  # pyrefly: ignore
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
     ) -> Any:
-        known = self._precomputed_scale
         with out_of_sight_of_checkpointing():
-            if known is None:
-                (self._precomputed_scale,) = _scales([self], mesh, [Shard(0)])
-            try:
-                (data,), metadata = super().fsdp_pre_all_gather(mesh)
-            finally:
-                self._precomputed_scale = known
+            scale = getattr(module, "weight_scale", None)
+            self._precomputed_scale = (
+                _scales([self], mesh, [Shard(0)])[0] if scale is None else scale
+            )
+            (data,), metadata = super().fsdp_pre_all_gather(mesh)
             data = data.view(torch.uint8)
             if missing := -(-outer_size[0] // mesh.size()) - len(data):
                 data = nnf.pad(data, (0, 0, 0, missing))
@@ -85,7 +83,15 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
 
 
 class GatheredFloat8Linear(_Float8Linear):
-    """Titan's float8 linear, with a weight that FSDP2 gathers in float8."""
+    """Titan's float8 linear, with a weight that FSDP2 gathers in float8.
+
+    Attributes:
+        weight_scale: The weight's scale, if ``Float8Scales`` has made it. Not the weight has it: on
+            ranks that it pads, FSDP2 makes another one in its first forward
+            (``reset_sharded_param`` in _fsdp_param.py), and all ranks have to know the same.
+    """
+
+    weight_scale: torch.Tensor | None = None
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(_Float8Linear.Config):
@@ -144,8 +150,9 @@ class Float8Scales:
     them anew: weights may change in a way that shows nowhere.
     """
 
-    def __init__(self, weights: list[DTensor]) -> None:
-        self._weights = weights
+    def __init__(self, linears: Sequence[GatheredFloat8Linear]) -> None:
+        self._linears = linears
+        self._weights: list[Any] = [linear.weight for linear in linears]  # sharded
         self._knows_steps = False
         # A model may end before the process does, and its hook with it.
         forget = weakref.WeakMethod(self._forget)
@@ -157,28 +164,24 @@ class Float8Scales:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def __call__(self, *_: Any) -> None:
-        unknown = (shard._precomputed_scale is None for shard in self._shards())
-        if not self._knows_steps or any(unknown):
+        if not self._knows_steps or any(linear.weight_scale is None for linear in self._linears):
             self.make()
 
     def _forget(self) -> None:
         self._knows_steps = True
-        for shard in self._shards():
-            shard._precomputed_scale = None
-
-    def _shards(self) -> Iterator[Any]:
-        return map(local_tensor, self._weights)
+        for linear in self._linears:
+            linear.weight_scale = None
 
     @torch.no_grad()
     def make(self) -> None:
         """One all-reduce for each mesh that weights lie on: one, where all lie on the same."""
-        by_layout: dict[Any, list[DTensor]] = {}
-        for weight in self._weights:
-            by_layout.setdefault((weight.device_mesh, weight.placements), []).append(weight)
-        for (mesh, placements), weights in by_layout.items():
-            shards: list[Any] = [local_tensor(weight) for weight in weights]
-            for shard, scale in zip(shards, _scales(shards, mesh, placements), strict=True):
-                shard._precomputed_scale = scale  # torchao's fsdp_pre_all_gather reads it
+        by_layout: dict[Any, list[int]] = {}
+        for index, weight in enumerate(self._weights):
+            by_layout.setdefault((weight.device_mesh, weight.placements), []).append(index)
+        for (mesh, placements), found in by_layout.items():
+            shards: list[Any] = [local_tensor(self._weights[index]) for index in found]
+            for index, scale in zip(found, _scales(shards, mesh, placements), strict=True):
+                self._linears[index].weight_scale = scale
 
 
 @torch.no_grad()
@@ -225,7 +228,6 @@ def wrong_float8(model: Module.Config, tp: int, ep: int, backend: str) -> Iterat
 
 def make_scales_together(model: nn.Module) -> None:
     """Register ``Float8Scales``, if ``model``, which FSDP2 has sharded, has such weights."""
-    found = [m.weight for m in model.modules() if isinstance(m, GatheredFloat8Linear)]
-    sharded: list[Any] = [weight for weight in found if isinstance(weight, DTensor)]
-    if sharded:
+    found = [m for m in model.modules() if isinstance(m, GatheredFloat8Linear)]
+    if sharded := [linear for linear in found if isinstance(linear.weight, DTensor)]:
         model.register_forward_pre_hook(Float8Scales(sharded), prepend=True)

@@ -89,10 +89,11 @@ class Verify:
 
     def _verify(self, flags: list[str], folder: Path) -> bool:
         from titan_ext.plan.verify.legs import Legs
-        from titan_ext.plan.verify.small import decisions, differences, resumes
+        from titan_ext.plan.verify.small import decisions, differences, lost_shards, resumes
 
         job = self._small(flags)
-        if changed := differences(job.decisions, decisions(job.config, job.layout)):
+        decided = decisions(job.config, job.layout)
+        if changed := differences(job.decisions, decided):
             raise ValueError(
                 f"the small copy makes other decisions than the job: {'; '.join(changed)}."
             )
@@ -117,6 +118,7 @@ class Verify:
         told = (f"{k} {value}" for k, value in job.decisions.items() if value not in _NOTHING)
         print(f"decided   {', '.join(told)}")
         not_here += [] if resumes(job.config) else ["checkpoints"]
+        not_here += lost_shards(job.decisions, decided)
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")
         if self.quick and not self.stock and is_right and not wrong:

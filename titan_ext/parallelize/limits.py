@@ -44,7 +44,8 @@ _WEIGHTS = re.compile(r"\d+W\d+")  # stage, gradients of weights, microbatch
 # Titan models whose own parallelize function refuses something, by ModelSpec.name.
 _NO_CONTEXT_PARALLEL = ("kimi_k2_5", "qwen3_5")
 _SPMD_TYPES_ONLY = ("muse_glimmer",)
-_SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV)
+_V_SHAPED = (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+_SPLIT_BACKWARD = (ScheduleInterleavedZeroBubble, *_V_SHAPED)
 
 
 class _Limit(NamedTuple):
@@ -309,6 +310,23 @@ def wrong_attention(config: Any) -> Iterator[str]:
         yield (
             f"parallelism.context_parallel_degree is {cp}, which TorchTitan does not support with "
             'variable-length attention; expected 1, or attn_backend = "flex".'
+        )
+
+
+def wrong_validation(config: Any) -> Iterator[str]:
+    """A message for a schedule with which no job can validate; ``config`` is a trainer's.
+
+    Where a rank has two neighbouring stages, torch hands gradients from one to the other, in a
+    validation, too, which has none (``schedule.eval`` in torch/distributed/pipelining).
+    """
+    of = config.parallelism
+    if not config.validator.enable or _splitting_key(of) != "pipeline_parallel_schedule":
+        return
+    if get_schedule_class(of.pipeline_parallel_schedule) in _V_SHAPED:
+        yield (
+            "validator.enable is true, and parallelism.pipeline_parallel_schedule "
+            f'"{of.pipeline_parallel_schedule}", with which torch cannot validate: it ends in an '
+            f"error. Expected validator.enable = false, or {_OTHERS}."
         )
 
 

@@ -47,6 +47,7 @@ from titan_ext.parallelize.limits import (
     wrong_attention,
     wrong_degrees,
     wrong_together,
+    wrong_validation,
     wrong_values,
 )
 from titan_ext.parallelize.model_spec import extend_model_spec
@@ -127,6 +128,7 @@ class Trainer(TitanTrainer):
                     lambda: check_model_limits(spec.name, self.parallelism, self.training)
                 )
                 checks.append(lambda: mistakes.extend(wrong_attention(self)))
+                checks.append(lambda: mistakes.extend(wrong_validation(self)))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))

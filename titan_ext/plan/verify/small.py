@@ -3,8 +3,10 @@
 
 A fault of a layout shows in two blocks as in sixty, and in eight ranks as in 4,096, as long as the
 small job has every kind of block, every axis of the mesh, and the decisions of the large one. So
-layers go, widths and vocabularies shrink, and degrees become 2, 4 or 8. ``differences`` says what
-"auto" means otherwise in the small job: then nothing is verified.
+layers go, widths and vocabularies shrink, and degrees become 2, 4 or 8. Where more ranks than
+experts share those, FSDP shards them along dim 1, and some ranks have no row of a router: so they
+do here. A rank with one expert has one. ``differences`` says what "auto" means otherwise in the
+small job: then nothing is verified.
 """
 
 import contextlib
@@ -32,6 +34,7 @@ from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
+from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
 from titan_ext.fsdp.prefetch import parse_prefetch_limit
 from titan_ext.fsdp.settings import PREFETCH
 from titan_ext.parallelize.limits import value_of, wrong_degrees
@@ -50,6 +53,8 @@ _KEEPS = (batch.SEQUENCE, _WARMUP, _MAX_NORM)
 """Keys that are another's in the small copy, unless they are to stay as they are."""
 _WORLD, _MOST_RANKS = 8, 16
 """Processes that it takes willingly, and where a job has axes that need more."""
+_CROWD = 8
+"""Ranks that share fewer experts, where the job's ranks do."""
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
@@ -62,6 +67,8 @@ _WIDTHS += ("embedding_dim", "embed_dim", "q_lora_rank", "kv_lora_rank")
 _WIDTHS += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Fields of Titan's model configs that are widths. All are divided by one factor, and numbers of
 heads stay, so that sums and products of widths stay right."""
+_SHARDS = "shards"
+"""The decision that is none: what is not plain in the shards of parameters."""
 _FAR = 2
 """Units ahead that count as many: a small copy has no more."""
 _LAYER = re.compile(r"(^|\.)layers\.([^.:]+)")
@@ -125,6 +132,10 @@ class Layout:
         beside_tp = (self.ep > self.tp) - (self.ep < self.tp) if both else 0
         return *has, beside_tp, self.ep == self.shards
 
+    def expert_ranks(self, backend: Any) -> int:
+        """Ranks that the experts of a layer are spread over, and their shards."""
+        return ShardSizes.of(self.dims(backend)).expert_ranks
+
     def dims(self, backend: Any) -> ParallelDims:
         """The degrees as Titan's object, without meshes."""
         sizes: Any = {axis: getattr(self, axis) for axis in (*_AXES, "ep")}
@@ -180,36 +191,63 @@ def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
     return Layout(**others, dp_shard=dp_shard, ep=keys.expert_parallel_degree, nodes=nodes)
 
 
-def small_layout(large: Layout) -> Layout:
+def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
     """Degrees of 1, 2, 4 and 8 that stand in the same relations as those of ``large``.
 
     No axis of the job is lost, and expert parallelism stays below, equal to or above tensor
     parallelism. What shards the experts beside it (EDP) stays an axis. Its degree is 4 where it can
-    be, so that a degree taken for another one shows.
+    be, so that a degree taken for another one shows. If no power of two shards the job, 3 or 6
+    ranks do here: shards are of unequal rows.
+
+    Args:
+        large: The layout of the job.
+        backend: Its SPMD backend.
+        experts: Of a layer. If the ranks that share them are more, so are they here, where there is
+            room for ``_CROWD`` ranks.
 
     Raises:
         ValueError: if that takes more ranks than a laptop has room for.
     """
-    sizes = [[size for size in (1, 2, 4, 8) if size <= getattr(large, axis)] for axis in _AXES]
-    found = []
-    for degrees in itertools.product(*sizes):
-        shards = math.prod(degrees[1:4])
-        for ep in (size for size in (1, 2, 4, 8) if size <= large.ep and shards % size == 0):
-            small = Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=large.nodes)
-            if small.relations == large.relations:
-                found.append(small)
-    least = min(found, key=lambda small: small.world)
-    if least.world > _MOST_RANKS:
+    alike = _alike(large, (1, 2, 4, 8))
+    found = [small for small in alike if small.world <= _MOST_RANKS]
+    if not found:
+        least = min(alike, key=lambda small: small.world)
         raise ValueError(f"all axes of {large} need {least.world} processes here: {least}.")
-    room = max(least.world, _WORLD)
+    wanted: list[Layout] = []
+    is_crowded = 0 < experts < large.expert_ranks(backend)
+    if is_crowded:
+        wanted = [small for small in found if small.expert_ranks(backend) >= _CROWD]
+        if experts > large.ep:  # several for each rank, if there is room
+            several = [small for small in wanted if small.expert_ranks(backend) > 2 * small.ep]
+            wanted = several or wanted
+    elif large.dp_shard.bit_count() > 1:
+        wanted = [small for small in _alike(large, (3, 6)) if small.world <= _MOST_RANKS]
+    found = wanted or found
+    room = max(min(small.world for small in found), _WORLD)
     in_room = [small for small in found if small.world <= room]
 
     def preference(small: Layout) -> tuple[Any, ...]:
         """Experts over four ranks, or without them shards, on as few ranks as that takes."""
-        return small.ep not in (1, 4), small.ep == 1 and small.dp_shard != 4, small.world
+        ep = 2 if is_crowded and experts > large.ep else 4
+        return small.ep not in (1, ep), small.ep == 1 and small.dp_shard != 4, small.world
 
     small = min(in_room, key=preference)
     return replace(small, nodes=_small_nodes(large, small))
+
+
+def _alike(large: Layout, dp_shards: Sequence[int]) -> list[Layout]:
+    """Small layouts in the relations of ``large``, of whose sharding degrees one is taken."""
+    others = (1, 2, 4, 8)
+    sizes: Any = [dp_shards if axis == "dp_shard" else others for axis in _AXES]
+    found = []
+    for degrees in itertools.product(*sizes):
+        shards = math.prod(degrees[1:4])
+        for ep in (size for size in others if shards % size == 0):
+            small = Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=large.nodes)
+            is_small = all(getattr(small, axis) <= getattr(large, axis) for axis in (*_AXES, "ep"))
+            if is_small and small.relations == large.relations:
+                found.append(small)
+    return found
 
 
 def _small_nodes(large: Layout, small: Layout) -> Nodes:
@@ -268,7 +306,9 @@ def make_small(
         expected = ", ".join(_KEEPS)
         near = did_you_mean(wrong, _KEEPS)
         raise ValueError(f"--keep {wrong}: expected some of {expected}{near}")
-    layout = small_layout(large)
+    moes = [moe for _, moe, *_ in config.model_spec.model.traverse(MoE.Config)]
+    experts = min((moe.num_experts for moe in moes), default=0)
+    layout = small_layout(large, config.parallelism.spmd_backend, experts)
     small = copy.deepcopy(config)
     if spec is not None:
         small.model_spec = extend_model_spec(spec)
@@ -276,7 +316,7 @@ def make_small(
     model = small.model_spec.model
     said = [f"{len(model.layers)} blocks of your own"]
     if spec is None:
-        said = _shrink(small, _kept_layers(config))
+        said = _shrink(small, _kept_layers(config), large, layout)
     elif model.vocab_size < VOCABULARY:
         raise ValueError(
             f"--model has a vocabulary of {model.vocab_size}; expected {VOCABULARY} at least."
@@ -299,7 +339,7 @@ def make_small(
     )
 
 
-def _shrink(small: Any, kept: Sequence[int]) -> list[str]:
+def _shrink(small: Any, kept: Sequence[int], large: Layout, layout: Layout) -> list[str]:
     """Leave the layers ``kept``, and make them small, in place; say what shrank."""
     model = small.model_spec.model
     count = len(model.layers)
@@ -310,7 +350,7 @@ def _shrink(small: Any, kept: Sequence[int]) -> list[str]:
         model.mtp_layers = ahead[:_PER_KIND]
         said.append(f"{len(ahead)} -> {len(model.mtp_layers)} blocks of multi-token prediction")
     _rename_layers(small, kept)
-    return said + _shrink_model(small)
+    return said + _shrink_model(small, large, layout)
 
 
 def _kept_layers(config: Any) -> tuple[int, ...]:
@@ -377,7 +417,7 @@ def configs_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iter
             yield from configs_in(item, f"{path}.{key}", seen)
 
 
-def _shrink_model(config: Any) -> list[str]:
+def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
     """Divide widths, and leave fewer experts and words, in place; say what shrank."""
     model = config.model_spec.model
     said = []
@@ -414,7 +454,8 @@ def _shrink_model(config: Any) -> list[str]:
                         setattr(found, field.name, few)
         said.append(f"vocabulary {few}")
     for moe in [moe for _, moe, *_ in model.traverse(MoE.Config)]:
-        before, after = moe.num_experts, _few_experts(moe)
+        ranks = (each.expert_ranks(config.parallelism.spmd_backend) for each in (large, layout))
+        before, after = moe.num_experts, _few_experts(moe, (large.ep, layout.ep), *ranks)
         if before != after:
             _set_experts(moe, before, after)
             said.append(f"{before} -> {after} experts")
@@ -430,20 +471,34 @@ def _is_vocabulary(path: str, name: str) -> bool:
     return is_head or name == "num_embeddings" or "vocab" in name
 
 
-def _few_experts(moe: Any) -> int:
-    """A number of experts with the remainders and groups of ``moe``'s own."""
+def _few_experts(moe: Any, ep: tuple[int, int], large: int, small: int) -> int:
+    """A number of experts with the remainders and groups of ``moe``'s own.
+
+    One for each rank of ``ep`` (of the job and of the copy), or fewer than the ``small`` ranks that
+    share them, where that is so in the job, on ``large``.
+    """
     top_k, groups = moe.router.top_k, moe.router.num_expert_groups or 1
     few = max(_EXPERTS * top_k, 2 * groups)
     few += -few % math.lcm(groups, 8) + moe.num_experts % 8
+    if ep[0] == moe.num_experts > 1:
+        few = ep[1]
+    elif large > moe.num_experts and few >= small:
+        step = math.lcm(ep[1], 2 if groups > 1 else 1)
+        few = (small - 1) // step * step
     return min(few, moe.num_experts)
 
 
 def _set_experts(moe: Any, before: int, after: int) -> None:
+    top_k, groups = moe.router.top_k, moe.router.num_expert_groups or 1
+    if after % groups or after < 2 * groups:  # of two groups a token goes to one
+        moe.router.num_expert_groups, moe.router.num_limited_groups = 2, 1
     for path, part in configs_in(moe):
         for name in ("num_experts", "out_features"):
             is_gate = name == "num_experts" or ".gate" in path
             if is_gate and getattr(part, name, None) == before:
                 setattr(part, name, after)
+        if after < _EXPERTS * top_k and getattr(part, "top_k", None) == top_k:
+            part.top_k = min(top_k, 2)
 
 
 def _initial(function: Any) -> Any:
@@ -625,7 +680,30 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
         found.setdefault(kind, "")
         if said not in found[kind].split(", "):
             found[kind] = ", ".join(filter(None, [found[kind], said]))
+    if shards := sorted(_odd_shards(plan)):
+        found[_SHARDS] = ", ".join(shards)
     return found
+
+
+def _odd_shards(plan: FSDPPlan) -> set[str]:
+    """What is not plain in the shards of a plan's parameters, in words."""
+    found = set()
+    for group in (group for unit in plan.units for group in unit.groups):
+        for param in group.params:
+            size, world = (*param.shape, 1)[param.shard_dim], group.shard_world
+            if param.shard_dim:
+                found.add("experts along dim 1")
+            elif math.ceil(size / world) * (world - 1) >= size > 1:
+                found.add("ranks without rows")
+            elif size % world:
+                found.add("unequal rows")
+    return found
+
+
+def lost_shards(large: Mapping[str, str], small: Mapping[str, str]) -> list[str]:
+    """What shards of a job's parameters are, and those of its small copy are not, in words."""
+    has = small.get(_SHARDS, "").split(", ")
+    return [f"shards: {x}" for x in large.get(_SHARDS, "").split(", ") if x and x not in has]
 
 
 def _freed(when: bool | int) -> str:
@@ -633,9 +711,9 @@ def _freed(when: bool | int) -> str:
 
 
 def differences(large: Mapping[str, str], small: Mapping[str, str]) -> list[str]:
-    """Decisions that are not the same in the small job, in words."""
+    """Decisions that are not the same in the small job, in words; ``lost_shards`` are others."""
     return [
         f"{key}: {large.get(key, 'none')} in the job, {small.get(key, 'none')} in the small one"
         for key in dict.fromkeys([*large, *small])
-        if large.get(key) != small.get(key)
+        if key != _SHARDS and large.get(key) != small.get(key)
     ]
