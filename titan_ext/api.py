@@ -90,7 +90,7 @@ def build_decoder(
         )
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)
-    check_model_limits(spec.name, parallelism, training)
+    check_model_limits(spec, parallelism, training)
     check_lora_targets(spec.model, SimpleNamespace(parallelism=parallelism))
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)

@@ -202,6 +202,10 @@ _ENDING: dict[str, tuple[Job, str]] = {
     ),
     "MTP with PP": (_MTP | {_PP: "2"}, "support with multi-token prediction"),
     "MTP with CP": (_MTP | {_CP: "2"}, "support with multi-token prediction"),
+    "MTP with TP and no sequence parallel": (
+        _MTP | {_TP: "2", f"{_P}enable_sequence_parallel": "false"},
+        "the gradient of eh_proj (multi-token prediction) once for each of the 2 ranks",
+    ),
     "tied weights with PP": (
         {"extends": '"qwen3.qwen3_debugmodel"', "ranks": "2", _PP: "2"},
         "Weight tying is not supported with Pipeline Parallel",

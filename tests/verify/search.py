@@ -116,6 +116,7 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     room = int(job["ranks"])
     if "mtp" in job["extends"]:
         job[degree("pipeline_parallel")] = job[degree("context_parallel")] = "1"
+        job["parallelism.enable_sequence_parallel"] = "true"
     for axis in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
         job[degree(axis)] = str(math.gcd(int(job[degree(axis)]), room))
         room //= int(job[degree(axis)])
@@ -250,6 +251,7 @@ def search(
         last = verified.said.strip().splitlines()[-1] if verified.said.strip() else "nothing"
         yield f"{sum(found.values()):4}  {_short(job)}: {last}"
         if verified.code == WRONG:
+            yield f"\n{toml_of(job)}# --routing {job.get('routing', 'balanced')}\n{verified.said}"
             least = shrink(job, lambda fewer: verify(fewer, folder).code == WRONG)
             again = verify(least, folder)
             yield f"\n{toml_of(least)}# --routing {least.get('routing', 'balanced')}\n{again.said}"

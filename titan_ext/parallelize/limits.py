@@ -27,6 +27,7 @@ from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.linear import ScaledBiasRowwiseLinear
 from torchtitan.models.common.moe import MoE
+from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
@@ -270,9 +271,10 @@ def _splitting_key(parallelism: ParallelismConfig) -> str | None:
 
 
 def check_model_limits(
-    name: str, parallelism: ParallelismConfig, training: TrainingConfig | None = None
+    spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig | None = None
 ) -> None:
-    """Raise ValueError for what Titan refuses for the model ``name``, or computes wrongly."""
+    """Raise ValueError for what Titan refuses for the model of ``spec``, or computes wrongly."""
+    name = spec.name
     cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
     if name in _NO_CONTEXT_PARALLEL and cp > 1:
         raise ValueError(
@@ -290,6 +292,17 @@ def check_model_limits(
             f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
             "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
             f"the {tp} ranks, and the loss is wrong. Expected expert_parallel_degree > 1."
+        )
+    if (
+        tp > 1
+        and not parallelism.enable_sequence_parallel
+        and getattr(spec.model, "mtp_layers", None)
+    ):
+        # Its weight is replicated in _set_deepseek_v3_mtp_sharding, and not invariant as a norm's.
+        raise ValueError(
+            "parallelism.enable_sequence_parallel is false and tensor_parallel_degree "
+            f"{tp}; TorchTitan 0.3 then adds the gradient of eh_proj (multi-token prediction) "
+            f"once for each of the {tp} ranks, or fails. Expected true."
         )
     if name == "gpt_oss" and training and training.mixed_precision_param == "float32":
         # torchtitan/models/gpt_oss/moe.py: unlike other experts', the result stays bfloat16.

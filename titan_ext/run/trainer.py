@@ -124,9 +124,7 @@ class Trainer(TitanTrainer):
             if isinstance(policy, FP8AC.Config) and compiled:
                 checks.append(policy.check_compiled)
             if (spec := self.model_spec) is not None:
-                checks.append(
-                    lambda: check_model_limits(spec.name, self.parallelism, self.training)
-                )
+                checks.append(lambda: check_model_limits(spec, self.parallelism, self.training))
                 checks.append(lambda: mistakes.extend(wrong_attention(self)))
                 checks.append(lambda: mistakes.extend(wrong_validation(self)))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
