@@ -119,6 +119,7 @@ class Verify:
         print(f"decided   {', '.join(told)}")
         not_here += [] if resumes(job.config) else ["checkpoints"]
         not_here += lost_shards(job.decisions, decided)
+        not_here += ["CPU offload"] * (self.stock and job.config.training.enable_cpu_offload)
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")
         if self.quick and not self.stock and is_right and not wrong:

@@ -117,6 +117,7 @@ class Arm:
         if self.stock:
             if isinstance(value_of(config, RESHARD), int):  # ours; Titan has three words
                 set_key(config, RESHARD, "default")
+            config.training.enable_cpu_offload = False  # Titan's pins memory, which no CPU can
             as_stock(config)
         return config
 

@@ -559,7 +559,6 @@ def _silence(config: Any) -> None:
     config.hf_assets_path = "."
     config.compile = replace(config.compile, enable=False)
     config.training.disable_cuda_graphs = True
-    config.training.enable_cpu_offload = False
 
 
 def _keep_checkpoints(config: Any) -> None:
