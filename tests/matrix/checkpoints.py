@@ -97,6 +97,8 @@ PAIRS: list[Pair] = [
     # Ranks without a row of the router, or of an expert.
     Pair(replace(_FOUR, experts=5), replace(_TWO, experts=5)),
     Pair(replace(_ONE, experts=6), replace(_FOUR, experts=6, ep=2, backend="partial_dtensor")),
+    # More ranks than experts, of which FSDP shards dim 1.
+    Pair(replace(_FOUR, experts=3), replace(_TWO, experts=3)),
 ]
 
 FAST: list[Pair] = [
@@ -135,6 +137,7 @@ EXPORTS: list[Run] = [
     replace(_TWO, model="llama3"),
     # Not 5 experts: Titan's adapter refuses uneven shards, and ``HuggingFaceExport`` says so first.
     replace(_FOUR, experts=6, ep=2, dp_replicate=2),
+    replace(_FOUR, world=8, ep=2, experts=6, global_batch=8),  # more ranks than experts
 ]
 """Layouts that export, each held against stock on two ranks."""
 
