@@ -506,4 +506,5 @@ def run_arm(
         trainer.checkpointer.close()
     assert trainer.gradient_accumulation_steps == (1 if saved else MICROBATCHES)
     seen["has_loss"] = getattr(trainer, "pp_has_last_stage", True)
+    seen["keeps"] = bool(memory_report_of(trainer.parts).rows())
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

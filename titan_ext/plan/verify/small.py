@@ -526,7 +526,7 @@ def _set_degrees(config: Any, layout: Layout) -> None:
 
 
 def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Samples:
-    length = _SEQ_LEN if layout.cp == 1 else _MASK_BLOCK * layout.cp
+    length = _SEQ_LEN * layout.tp if layout.cp == 1 else _MASK_BLOCK * layout.cp
     length = value_of(config, batch.SEQUENCE) if batch.SEQUENCE in keep else length
     samples = batch.make_small(
         config, layout.data_ranks, length=length, sequences=2, passes=MICROBATCHES
