@@ -413,6 +413,31 @@ def test_a_small_job_decides_as_the_large_one(name: str):
         assert (other.ep > 1) == (layout.ep > 1)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "ep", "tp", "layout", "experts", "top_k", "shards"),
+    [
+        (8, 8, 1, "4 ranks, EP 4 x EDP 1", 4, 2, None),  # a rank has one
+        (64, 8, 1, "8 ranks, EP 4 x EDP 2", 4, 2, "experts along dim 1, ranks without rows"),
+        (64, 2, 1, "8 ranks, EP 2 x EDP 4", 6, 2, "experts along dim 1, ranks without rows"),
+        (64, 4, 2, "16 ranks, TP 2, EP 4 x EDP 4", 8, 3, "experts along dim 1"),
+        (6, 2, 1, "6 ranks, EP 2 x EDP 3", 8, 3, "ranks without rows, unequal rows"),
+        (4, 2, 1, "4 ranks, EP 2 x EDP 2", 8, 3, None),
+    ],
+)
+def test_ranks_have_as_many_experts_and_rows(
+    ranks: int, ep: int, tp: int, layout: str, experts: int, top_k: int, shards: str | None
+):
+    """Of a layer with eight experts, three for a token."""
+    degrees = {"expert": ep, "tensor": tp}
+    flags = tuple(f"--parallelism.{axis}_parallel_degree={n}" for axis, n in degrees.items())
+    job = _small("moe_debug.toml", flags, ranks)
+    moe = job.config.model_spec.model.layers[-1].moe
+    assert str(job.layout) == layout
+    for part in (moe.router, moe.routed_experts.token_dispatcher):
+        assert (part.num_experts, part.top_k) == (experts, top_k)
+    assert decisions(job.config, job.layout).get("shards") == shards
+
+
 def test_a_model_of_the_users_is_not_made_smaller():
     from torchtitan.models.deepseek_v3 import model_registry
 
