@@ -112,6 +112,22 @@ def test_the_other_two_comparisons():
         assert [each.name for each in verdict.wrong.get("lossy", ())] == wrong
 
 
+@pytest.mark.parametrize(
+    ("off", "stock_off", "is_right"),
+    [(0.4, None, True), (0.6, None, False), (0.6, 0.1, False), (0.6, 0.2, True), (0.95, 1, False)],
+)
+def test_more_may_be_lost_where_rounding_alone_changes_much(
+    off: float, stock_off: float | None, is_right: bool
+):
+    other = RIGHT.square() * RIGHT.norm() / RIGHT.square().norm()  # at a right angle
+    of_stock = []
+    if stock_off is not None:
+        of_stock = [_found(RIGHT + stock_off * other), _found(RIGHT)]
+    verdict = Verdict()
+    judge_lossy(verdict, _found(RIGHT + off * other), _found(RIGHT), *of_stock)
+    assert verdict.is_right == is_right
+
+
 def test_what_was_loaded_is_what_was_saved():
     saved = {"grad:w": RIGHT, "param:w": RIGHT, "bias:b": RIGHT, "state:step of w": torch.ones(())}
     loaded = {name: tensor.clone() for name, tensor in saved.items() if name != "grad:w"}

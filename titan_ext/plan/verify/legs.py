@@ -192,6 +192,11 @@ class Legs:
                 without = self._run(replace(own, exact=False, table=False))
                 calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
+        if "lossy" in verdict.wrong:  # with the two by which it is then judged
+            right = self._run(Arm(stock=True, steps=own.steps))
+            of_both = stock.folder, right.folder
+            calls = [(*each, *of_both) if each[0] == "lossy" else each for each in calls]
+            (verdict,) = self._judge.call(("keys", calls))
         verdict.note_apart([name for arm in ours for name in arm.seen["apart"]])
         dtypes = ", ".join(f"{name} {dtype}" for name, dtype in ours[-1].seen["dtypes"].items())
         verdict.notes.append(f"{'dtypes':10}{dtypes}")
