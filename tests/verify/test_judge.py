@@ -10,7 +10,7 @@ import torch
 
 from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.plan.verify import legs
-from titan_ext.plan.verify.arm import Arm, sum_in_order, whole
+from titan_ext.plan.verify.arm import POLICY, Arm, sum_in_order, whole
 from titan_ext.plan.verify.judge import (
     NEAR_TIE,
     Verdict,
@@ -261,6 +261,48 @@ def test_keys_are_compared_by_what_they_do(
     assert [kind for kind, *_ in calls] == kinds
     for call in calls:
         assert not legs._judge(job, 0, ("keys", [call])).is_right
+
+
+@pytest.mark.parametrize(
+    ("key", "engaged", "keeps", "is_refused"),
+    [
+        ("parallelism.exchange_dtype", 0, True, True),
+        ("parallelism.exchange_dtype", 1, False, False),
+        (POLICY, 0, False, True),
+        (POLICY, 0, True, False),  # all exactly
+    ],
+)
+def test_lossy_keys_do_something_and_more_is_asked_where_much_is_lost(
+    key: str, engaged: int, keeps: bool, is_refused: bool
+):
+    from titan_ext.activation_checkpoint import FP8AC
+    from titan_ext.config_registry.resolve import resolve
+
+    class Told(Legs):
+        def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:
+            seen = {"apart": [], "dtypes": {}, "engaged": {key: engaged}, "keeps": keeps}
+            return Trained(Path("stock" if arm.stock else "ours"), seen)
+
+    def judge(call: Any) -> list[Verdict]:
+        calls.append([each for each in call[1] if each[0] == "lossy"])
+        return [Verdict({"lossy": [Wrong("w", 0.6)]} if len(calls) == 1 else {})]
+
+    calls: list[Any] = []
+    config: Any = resolve("moe_debug.toml").config
+    if key == POLICY:
+        config.activation_checkpoint = FP8AC.Config()
+    else:
+        config.parallelism.exchange_dtype = "float8"
+    job: Any = SimpleNamespace(config=config)
+    told = Told(job, Path())
+    told._judge = SimpleNamespace(call=judge)  # type: ignore[assignment]
+    if is_refused:
+        with pytest.raises(ValueError, match=f"{key} did nothing in the small copy"):
+            told.keys()
+        return
+    assert told.keys().is_right
+    ours, stock = Path("ours"), Path("stock")
+    assert calls == [[("lossy", 1, ours, ours)], [("lossy", 1, ours, ours, stock, stock)]]
 
 
 @pytest.mark.parametrize(

@@ -367,6 +367,15 @@ def test_what_the_job_freezes_is_frozen(tmp_path: Path):
         assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
 
 
+def test_arms_of_ours_offload_where_the_job_does():
+    """Titan's would pin memory, which no CPU can."""
+    from titan_ext.plan.verify.arm import Arm
+
+    job = _small("moe_debug.toml", ("--training.enable_cpu_offload",), 2)
+    for arm in (Arm(), Arm(stock=True)):
+        assert arm.config_of(job).training.enable_cpu_offload == (not arm.stock)
+
+
 SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
 
 

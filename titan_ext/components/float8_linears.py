@@ -66,9 +66,9 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
     ) -> Any:
         with out_of_sight_of_checkpointing():
             scale = getattr(module, "weight_scale", None)
-            self._precomputed_scale = (
-                _scales([self], mesh, [Shard(0)])[0] if scale is None else scale
-            )
+            if scale is None:
+                (scale,) = _scales([self], mesh, [Shard(0)])
+            self._precomputed_scale = scale
             (data,), metadata = super().fsdp_pre_all_gather(mesh)
             data = data.view(torch.uint8)
             if missing := -(-outer_size[0] // mesh.size()) - len(data):
@@ -175,13 +175,14 @@ class Float8Scales:
     @torch.no_grad()
     def make(self) -> None:
         """One all-reduce for each mesh that weights lie on: one, where all lie on the same."""
-        by_layout: dict[Any, list[int]] = {}
-        for index, weight in enumerate(self._weights):
-            by_layout.setdefault((weight.device_mesh, weight.placements), []).append(index)
-        for (mesh, placements), found in by_layout.items():
-            shards: list[Any] = [local_tensor(self._weights[index]) for index in found]
-            for index, scale in zip(found, _scales(shards, mesh, placements), strict=True):
-                self._linears[index].weight_scale = scale
+        by_layout: dict[Any, list[Any]] = {}
+        for linear, weight in zip(self._linears, self._weights, strict=True):
+            layout = weight.device_mesh, weight.placements
+            by_layout.setdefault(layout, []).append((linear, local_tensor(weight)))
+        for (mesh, placements), pairs in by_layout.items():
+            scales = _scales([shard for _, shard in pairs], mesh, placements)
+            for (linear, _), scale in zip(pairs, scales, strict=True):
+                linear.weight_scale = scale
 
 
 @torch.no_grad()

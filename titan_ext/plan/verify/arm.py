@@ -48,6 +48,7 @@ from titan_ext.plan.verify.small import (
 )
 from titan_ext.run.trainer import Trainer
 
+POLICY = "activation_checkpoint.policy"
 FLOAT8 = {
     "parallelism.exchange_dtype": None,
     "parallelism.fsdp_float8_all_gather": "none",
@@ -369,9 +370,7 @@ class _Watched:
         return {
             "parallelism.exchange_dtype": sum(getattr(way, "sends_float8", False) for way in ways),
             "parallelism.fsdp_float8_all_gather": sum(gathers),
-            "activation_checkpoint.policy": sum(
-                row.entries for row in stored if row.treatment.startswith("float8")
-            ),
+            POLICY: sum(row.entries for row in stored if row.treatment.startswith("float8")),
         }
 
     def _groups(self) -> list[Any]:

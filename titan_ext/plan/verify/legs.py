@@ -19,7 +19,7 @@ import torch
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS, Arm, fill_model, run_arm
+from titan_ext.plan.verify.arm import FLOAT8, NARROW, POLICY, ROUNDS, Arm, fill_model, run_arm
 from titan_ext.plan.verify.judge import (
     DRAWS,
     Verdict,
@@ -38,7 +38,6 @@ from titan_ext.plan.verify.reference import Reference, Step
 from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_one_pass, in_other_layout
 
 _MOST_RUNS = 12
-_POLICY = "activation_checkpoint.policy"
 _WITHOUT: dict[str, Any] = {
     "parallelism.overlap_exchanges": "none",
     "parallelism.exchange_rows": "expert",
@@ -183,12 +182,12 @@ class Legs:
             whole = self._run(replace(own, exact=False))
             ours.append(whole)
             for key in lossy:
-                keeps = key == _POLICY and whole.seen["keeps"]  # all exactly, as for gpt_oss
+                keeps = key == POLICY and whole.seen["keeps"]  # all exactly, as for gpt_oss
                 if not (whole.seen["engaged"].get(key, 1) or keeps):
                     raise ValueError(f"{key} did nothing in the small copy.")
             if lossy:
                 calls.append(("lossy", 1, whole.folder, exact.folder))
-            if has_table and _POLICY not in lossy:
+            if has_table and POLICY not in lossy:
                 without = self._run(replace(own, exact=False, table=False))
                 calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
@@ -312,7 +311,7 @@ def lossy_keys(config: Any) -> list[str]:
     found = [key for key, value in exact.items() if value_of(config, key) not in (None, value)]
     policy = config.activation_checkpoint
     if isinstance(policy, FP8AC.Config) and policy.wants_float8():
-        found.append(_POLICY)
+        found.append(POLICY)
     return found
 
 

@@ -53,8 +53,7 @@ _KEEPS = (batch.SEQUENCE, _WARMUP, _MAX_NORM)
 """Keys that are another's in the small copy, unless they are to stay as they are."""
 _WORLD, _MOST_RANKS = 8, 16
 """Processes that it takes willingly, and where a job has axes that need more."""
-_CROWD = 8
-"""Ranks that share fewer experts, where the job's ranks do."""
+_SIZES = (1, 2, 4, 8)
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
@@ -203,51 +202,43 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
         large: The layout of the job.
         backend: Its SPMD backend.
         experts: Of a layer. If the ranks that share them are more, so are they here, where there is
-            room for ``_CROWD`` ranks.
+            room for ``_WORLD`` ranks.
 
     Raises:
         ValueError: if that takes more ranks than a laptop has room for.
     """
-    alike = _alike(large, (1, 2, 4, 8))
-    found = [small for small in alike if small.world <= _MOST_RANKS]
-    if not found:
-        least = min(alike, key=lambda small: small.world)
-        raise ValueError(f"all axes of {large} need {least.world} processes here: {least}.")
-    wanted: list[Layout] = []
     is_crowded = 0 < experts < large.expert_ranks(backend)
-    if is_crowded:
-        wanted = [small for small in found if small.expert_ranks(backend) >= _CROWD]
-        if experts > large.ep:  # several for each rank, if there is room
-            several = [small for small in wanted if small.expert_ranks(backend) > 2 * small.ep]
-            wanted = several or wanted
-    elif large.dp_shard.bit_count() > 1:
-        wanted = [small for small in _alike(large, (3, 6)) if small.world <= _MOST_RANKS]
-    found = wanted or found
-    room = max(min(small.world for small in found), _WORLD)
-    in_room = [small for small in found if small.world <= room]
-
-    def preference(small: Layout) -> tuple[Any, ...]:
-        """Experts over four ranks, or without them shards, on as few ranks as that takes."""
-        ep = 2 if is_crowded and experts > large.ep else 4
-        return small.ep not in (1, ep), small.ep == 1 and small.dp_shard != 4, small.world
-
-    small = min(in_room, key=preference)
-    return replace(small, nodes=_small_nodes(large, small))
-
-
-def _alike(large: Layout, dp_shards: Sequence[int]) -> list[Layout]:
-    """Small layouts in the relations of ``large``, of whose sharding degrees one is taken."""
-    others = (1, 2, 4, 8)
-    sizes: Any = [dp_shards if axis == "dp_shard" else others for axis in _AXES]
+    is_odd = large.dp_shard.bit_count() > 1 and not is_crowded
+    sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_AXES, _SIZES)
+    sizes["dp_shard"] += (3, 6) if is_odd else ()
     found = []
-    for degrees in itertools.product(*sizes):
+    for degrees in itertools.product(*sizes.values()):
         shards = math.prod(degrees[1:4])
-        for ep in (size for size in others if shards % size == 0):
+        for ep in (size for size in _SIZES if shards % size == 0):
             small = Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=large.nodes)
             is_small = all(getattr(small, axis) <= getattr(large, axis) for axis in (*_AXES, "ep"))
             if is_small and small.relations == large.relations:
                 found.append(small)
-    return found
+    least = min(found, key=lambda small: small.world)
+    if least.world > _MOST_RANKS:
+        raise ValueError(f"all axes of {large} need {least.world} processes here: {least}.")
+    share = is_crowded and experts > large.ep  # several experts a rank
+
+    def preference(small: Layout) -> tuple[Any, ...]:
+        """What the job has, on ``_WORLD`` ranks or as few more as that takes; experts over four."""
+        ranks = small.expert_ranks(backend)
+        crowd = ranks >= _WORLD
+        return (
+            (is_crowded and not crowd) or (is_odd and small.dp_shard % 3 != 0),
+            share and not (crowd and ranks > 2 * small.ep),
+            max(small.world, _WORLD),
+            small.ep not in (1, 2 if share else 4),
+            small.ep == 1 and small.dp_shard != 4,  # without them four shards
+            small.world,
+        )
+
+    small = min((each for each in found if each.world <= _MOST_RANKS), key=preference)
+    return replace(small, nodes=_small_nodes(large, small))
 
 
 def _small_nodes(large: Layout, small: Layout) -> Nodes:
@@ -454,8 +445,8 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
                         setattr(found, field.name, few)
         said.append(f"vocabulary {few}")
     for moe in [moe for _, moe, *_ in model.traverse(MoE.Config)]:
-        ranks = (each.expert_ranks(config.parallelism.spmd_backend) for each in (large, layout))
-        before, after = moe.num_experts, _few_experts(moe, (large.ep, layout.ep), *ranks)
+        backend = config.parallelism.spmd_backend
+        before, after = moe.num_experts, _few_experts(moe, large, layout, backend)
         if before != after:
             _set_experts(moe, before, after)
             said.append(f"{before} -> {after} experts")
@@ -471,20 +462,20 @@ def _is_vocabulary(path: str, name: str) -> bool:
     return is_head or name == "num_embeddings" or "vocab" in name
 
 
-def _few_experts(moe: Any, ep: tuple[int, int], large: int, small: int) -> int:
+def _few_experts(moe: Any, large: Layout, small: Layout, backend: Any) -> int:
     """A number of experts with the remainders and groups of ``moe``'s own.
 
-    One for each rank of ``ep`` (of the job and of the copy), or fewer than the ``small`` ranks that
-    share them, where that is so in the job, on ``large``.
+    One for each rank of EP, or fewer than the ranks that share them, where the job has so few.
     """
     top_k, groups = moe.router.top_k, moe.router.num_expert_groups or 1
     few = max(_EXPERTS * top_k, 2 * groups)
     few += -few % math.lcm(groups, 8) + moe.num_experts % 8
-    if ep[0] == moe.num_experts > 1:
-        few = ep[1]
-    elif large > moe.num_experts and few >= small:
-        step = math.lcm(ep[1], 2 if groups > 1 else 1)
-        few = (small - 1) // step * step
+    ranks = small.expert_ranks(backend)
+    if large.ep == moe.num_experts > 1:
+        few = small.ep
+    elif large.expert_ranks(backend) > moe.num_experts and few >= ranks:
+        step = math.lcm(small.ep, 2 if groups > 1 else 1)
+        few = (ranks - 1) // step * step
     return min(few, moe.num_experts)
 
 
@@ -618,7 +609,7 @@ def other_layouts(layout: Layout) -> list[Layout]:
 
     Experts stay spread over ranks, and where they can over other ones. A pipeline is gone.
     """
-    sizes = (1, 2, 4, 8, 16)
+    sizes = (*_SIZES, 16)
     limits = layout.dp_replicate, layout.world, layout.cp, layout.tp
     found = []
     for degrees in itertools.product(*([n for n in sizes if n <= most] for most in limits)):
