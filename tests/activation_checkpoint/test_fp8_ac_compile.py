@@ -482,6 +482,65 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
     assert worst_cosine(compiled, eager) > (0.9999 if wrap == "block" else 0.998)
 
 
+def _reads_twice(block: Any, x_BLD: torch.Tensor, masks: Any, positions: Any) -> torch.Tensor:
+    h_BLD = block.attention_norm(x_BLD)
+    x_BLD = x_BLD + block.attention(h_BLD, masks, positions) + h_BLD
+    return x_BLD + block.feed_forward(block.ffn_norm(x_BLD))
+
+
+def _branches(block: Any, x_BLD: torch.Tensor, masks: Any, positions: Any) -> torch.Tensor:
+    assert x_BLD.norm() > 0  # fx cannot know
+    return _reads_twice(block, x_BLD, masks, positions)
+
+
+@pytest.mark.parametrize("whose", ["reads twice", "branches", "instance", "norm", "attention"])
+def test_what_stands_between_norm_and_attention_runs_there(whose: str):
+    """A user's block or hook reads what the norm returns, which one region would pass by."""
+
+    def scales(module: nn.Module, inputs: tuple[Any, ...], *output: Any) -> Any:
+        return output[0] * 2 if output else (inputs[0] * 2, *inputs[1:])
+
+    gradients = []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        model = debug_model(layers=1)
+        for block in model.layers.values():
+            parent: Any = type(block)
+            if whose in ("reads twice", "branches"):
+                forward = _reads_twice if whose == "reads twice" else _branches
+                block.__class__ = type("Users", (parent,), {"forward": forward})
+            elif whose == "instance":
+                cast(Any, block).forward = functools.partial(_reads_twice, block)
+            elif whose == "norm":
+                block.get_submodule("attention_norm").register_forward_hook(scales)
+            else:
+                block.get_submodule("attention").register_forward_pre_hook(scales)
+        if is_compiled:
+            units = plan_units(model, "submodule")
+            policy = FP8AC(FP8AC.Config(preset="stock"))
+            checkpoint_blocks(model, policy, units, compiled=True)
+            for part in parts(model, units):
+                arguments = compile_arguments(Float8Partitioner(Codec()), "aot_eager")
+                part.main.compile(fullgraph=True, **arguments)
+        torch.manual_seed(1)
+        x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+        h_BLD = x_BLD
+        for block in model.layers.values():
+            h_BLD = block(h_BLD, None, None)
+        h_BLD.float().square().mean().backward()
+        assert x_BLD.grad is not None
+        gradients.append(x_BLD.grad.double())
+    eager, compiled = gradients
+    assert (eager - compiled).norm() < 0.01 * eager.norm()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "llama3", "gpt_oss", "muse_glimmer"])
+def test_units_of_titans_blocks_are_compiled_whole(name: str):
+    model = debug_model(layers=2, name=name)
+    units = plan_units(model, "submodule")
+    assert len(list(parts(model, units))) == 2 * len(model.layers)
+
+
 def test_a_compiled_run_that_stores_nothing_in_float8_fails():
     policy = FP8AC(FP8AC.Config())
     run(policy, "block", layers=1, lengths=(L,))

@@ -13,15 +13,18 @@ recomputes what is not saved. Then our partitioner stores in float8 what the pol
 and compiled code share their policies, but "discard" means "recompute" here: the compiler sees the
 whole backward, and recomputes only what it reads.
 
-A checkpoint saves its inputs, and a unit is a chain: norm -> attention (-> norm). So its main
-module runs the whole chain as one compiled function, and the other modules return their inputs. No
-module is added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
+A checkpoint saves its inputs, and a unit of Titan's blocks is a chain: norm -> attention (-> norm).
+So its main module runs the whole chain as one compiled function, and the other modules return their
+inputs. A trace of the block proves the chain (``_is_chain``). Where a block reads what a norm
+returns twice, or a hook does, each module is compiled and checkpointed by itself. No module is
+added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
 
 Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
 recompute counts again. Compiled code does not count again, so blocks that are compiled whole are
 not wrapped, whatever the policy.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,6 +32,7 @@ from typing import Any, cast
 import torch
 import torch._dynamo
 import torch.nn as nn
+from torch import fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -174,8 +178,51 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
         block = blocks[unit.block]
         names = {block: "", **{module: name for name, module in block.named_children()}}
         modules = {names[module]: module for module in unit.modules(model)}
-        child = next(name for name in modules if name in ("", *CHILDREN))
-        yield CompiledPart(block, unit.block, modules, child)
+        if _is_chain(block, modules):
+            child = next(name for name in modules if name in ("", *CHILDREN))
+            yield CompiledPart(block, unit.block, modules, child)
+        else:
+            for name, module in modules.items():
+                yield CompiledPart(block, unit.block, {name: module}, name)
+
+
+def _is_chain(block: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
+    """True if ``block`` gives what each of ``modules`` returns to the next one, and to no other."""
+    if len(modules) == 1:
+        return True
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    if any(getattr(module, name) for module in modules.values() for name in hooks):
+        return False
+    if "forward" in vars(block):  # a user's, or around an SPMD boundary: fx takes the class's
+        return False
+    try:
+        graph = _Calls().trace(block)
+    except Exception:  # where fx cannot follow, a block raises whatever it makes of that
+        return False
+    calls = [node for node in graph.nodes if node.target in modules]
+    if [call.target for call in calls] != list(modules):
+        return False
+    for before, after in itertools.pairwise(calls):
+        reads = [node for user in before.users for node in _inputs(user) if node is before]
+        if reads != [before] or after.args[:1] != (before,):
+            return False
+    return True
+
+
+class _Calls(fx.Tracer):
+    """Traces what a block does with its children, which stay calls."""
+
+    proxy_buffer_attributes = True  # else a block would count what is traced
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """Nodes in the arguments of ``node``, each as often as it is there."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def compiled_checkpoint(
