@@ -14,7 +14,9 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -416,6 +418,16 @@ def test_what_stays_exact():
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     others = (x, x.float(), x.long(), x[1:], x[:, :1].expand(64, 128))
     assert [_must_stay_exact(y) for y in others] == ["", "float32", "int64", "small", "expanded"]
+
+
+def test_rows_whose_size_only_the_run_knows_stay_exact():
+    """Routing scores of the tokens that came are such."""
+    sizes = ShapeEnv()
+    with FakeTensorMode(shape_env=sizes):
+        came = sizes.create_unbacked_symint()
+        vector = torch.empty(came, dtype=torch.bfloat16)
+        rows = torch.empty(came, 256, dtype=torch.bfloat16)
+    assert [_must_stay_exact(x) for x in (vector, rows)] == ["rows of unknown size", ""]
 
 
 def test_a_backend_that_ignores_partitioners_is_refused():

@@ -33,7 +33,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import guard_or_false, has_free_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,
+    guard_or_false,
+    has_free_symbols,
+)
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_ext.activation_checkpoint.op_effects import chooses, op_name
@@ -261,7 +265,7 @@ def _tag_inputs(graph: fx.Graph) -> None:
 def _must_stay_exact(value: torch.Tensor) -> str:
     """The reason why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
 
-    A size that is not known before the program runs counts as large.
+    A number of rows that is not known before the program runs counts as large.
     """
     if value.dtype not in SUPPORTED_DTYPES or value.dtype == torch.float32:
         return str(value.dtype).removeprefix("torch.")
@@ -269,6 +273,10 @@ def _must_stay_exact(value: torch.Tensor) -> str:
         return "small"
     if any(guard_or_false(s == 0) for s in value.stride()):
         return "expanded"
+    if value.dim() and free_unbacked_symbols(value.shape[_memory_order(value)[-1]]):
+        return (
+            "rows of unknown size"  # as scores of tokens that came; the codec's blocks lie in rows
+        )
     return ""
 
 
