@@ -23,6 +23,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.deepseek_v3 import mtp
 
+from titan_ext.activation_checkpoint import partition
+from titan_ext.activation_checkpoint.compile import CompiledPart
 from titan_ext.base.no_accelerator import PlainFlexAttention
 from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import saved_tensors
@@ -477,6 +479,16 @@ def gathered_wrong() -> Iterator[None]:
         yield
 
 
+def compiled_wrong() -> Any:
+    """In compiled code only: what a region returns is too large."""
+    real = CompiledPart.checkpoint
+
+    def checkpoint(part: CompiledPart, run: Callable[..., Any]) -> None:
+        real(part, lambda *args, **kwargs: run(*args, **kwargs) * 1.01)
+
+    return patch(CompiledPart, "checkpoint", checkpoint)
+
+
 def _in_ours(where: Any, name: str, change: Callable[..., torch.Tensor]) -> Callable[[], Any]:
     """A fault in a function of titan_ext that ends with a tensor."""
     real = getattr(where, name)
@@ -611,6 +623,14 @@ OF_ADAPTERS: dict[str, tuple[Callable[[], Any], str, str]] = {
 OF_IDLE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "idle without gradient": (idle_expert_without_gradient, "optimizer", "inner_experts"),
 }
+OF_COMPILED: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "a compiled region": (compiled_wrong, "grads", ""),
+    "compiled float8 times two": (
+        _in_ours(partition, "dequantize", lambda values: values * 2),
+        "rounding",
+        "of the right one",
+    ),
+}
 IN_THE_MODEL = ("a router detached in the model",)
 """Faults of the model itself: the reference has them, too."""
 IN_KEYS = (
@@ -618,9 +638,10 @@ IN_KEYS = (
     "bf16 before a reduction",
     "a float8 gradient times two",
     "a stored tensor",
+    "compiled float8 times two",
 )
 """Faults that fp32 does not have."""
-OF_OTHERS = OF_FLOAT8 | OF_KINDS | OF_CONTEXT | OF_REPLICAS | OF_ADAPTERS | OF_IDLE
+OF_OTHERS = OF_FLOAT8 | OF_KINDS | OF_CONTEXT | OF_REPLICAS | OF_ADAPTERS | OF_IDLE | OF_COMPILED
 FAULTS |= {
     name: (functools.partial(_resumes, change), "resume", says)
     for name, (change, says) in RESUMES.items()

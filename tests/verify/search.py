@@ -77,9 +77,11 @@ VALUES: dict[str, tuple[str, ...]] = {
     "routing": ("balanced", "balanced", "skewed", "idle"),
     "converters": ("", "", *_CONVERTERS),
     "checkpoint.enable": ("false", "false", "true"),
+    "compile.enable": ("false", "false", "true"),
 }
 """Values of each key, the first of which leaves it out where it is a key of titan_ext."""
 _NOT_KEYS = ("extends", "ranks", "routing", "converters")
+_EAGER_ONLY = ("overlap_exchanges", "exchange_rows", "exchange_dtype", "fsdp_replicate")
 _OF_FP8 = ("preset", "mode", "score_before_last_gemm")
 
 
@@ -130,6 +132,12 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     of_titan = job["parallelism.spmd_backend"] == '"spmd_types"'
     has_context = job[degree("context_parallel")] != "1"
     stock_experts = has_experts and "gpt_oss" not in job["extends"] and job["converters"] != "lora"
+    if job["compile.enable"] == "true":
+        for key in (f"parallelism.{name}" for name in _EAGER_ONLY):
+            job[key] = VALUES[key][0]
+        for key in ("parallelism.fsdp_wrap", "parallelism.pipeline_parallel_schedule"):
+            if job[key] == VALUES[key][-1]:
+                job[key] = VALUES[key][0]
     wrap, schedule = (job[f"parallelism.{k}"] for k in ("fsdp_wrap", "pipeline_parallel_schedule"))
     if job["converters"] == "float8" and job[degree("tensor_parallel")] != "1":
         job["converters"] = ""

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from tests.helpers.cluster import run_ranks
 from tests.verify.faults import (
@@ -23,6 +24,7 @@ from tests.verify.faults import (
     IN_KEYS,
     IN_THE_MODEL,
     OF_ADAPTERS,
+    OF_COMPILED,
     OF_CONTEXT,
     OF_FLOAT8,
     OF_IDLE,
@@ -97,6 +99,15 @@ alpha = 16.0
 target_modules = ["wq", "wo", "w1", "w2"]
 """
 """Adapters of linears that tensor parallelism shards by columns and by rows."""
+
+COMPILED = """
+extends = "moe_debug.toml"
+[compile]
+enable = true
+[activation_checkpoint]
+policy = "fp8"
+"""
+"""Regions with a checkpoint inside, which keeps float8."""
 
 IDLE = '# routing: idle\nextends = "moe_debug.toml"\n'
 """No token goes to the first expert."""
@@ -201,7 +212,7 @@ def test_faults_are_named(swept: Swept):
 def test_all_faults_of_other_jobs_are_named(fault: str, swept: Swept):
     """In the job that has what the fault is of."""
     jobs = {FLOAT8: OF_FLOAT8, KINDS: OF_KINDS, CONTEXT: OF_CONTEXT}
-    jobs |= {REPLICAS: OF_REPLICAS, ADAPTERS: OF_ADAPTERS, IDLE: OF_IDLE}
+    jobs |= {REPLICAS: OF_REPLICAS, ADAPTERS: OF_ADAPTERS, IDLE: OF_IDLE, COMPILED: OF_COMPILED}
     text, of_job = next(job for job in jobs.items() if fault in job[1])
     _check(fault, swept(4, tuple(of_job), text))
 
@@ -297,7 +308,6 @@ _WHOLE_EXPERTS = ("--parallelism.expert_parallel_degree", "4")
 
 
 _REFUSED: dict[tuple[str, ...], str] = {
-    ("--compile.enable",): "Expected --compile.no-enable",
     ("--model", "tests.verify.nothing"): "--model: tests.verify.nothing: tests.verify has no",
     ("--keep", "training.seqlen"): "--keep training.seqlen: expected some of",
     ("--parallelism.tensor_parallel_degree", "3"): "expected degrees whose product divides 4",
@@ -365,6 +375,31 @@ def test_what_the_job_freezes_is_frozen(tmp_path: Path):
             model = arm.config_of(job).model_spec.model.build()
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         assert trained == {name for name, _ in model.named_parameters() if ".lora_" in name}
+
+
+def test_ours_is_compiled_and_stock_in_the_second_comparison_is_not():
+    from titan_ext.plan.verify.arm import COMPILE, Arm
+    from titan_ext.plan.verify.legs import rounding_keys
+
+    job = _small("moe_debug.toml", ("--compile.enable",), 2)
+    assert rounding_keys(job.config) == [COMPILE]
+    for arm in (Arm(), Arm(stock=True), Arm(stock=True, changes=((COMPILE, False),))):
+        compiles = arm.config_of(job).compile
+        assert (compiles.enable, compiles.backend) == (not arm.changes, "aot_eager")
+
+
+def test_what_is_compiled_runs_in_fp32():
+    from titan_ext.plan.verify.arm import KeepDtype
+
+    def halved(x: torch.Tensor) -> torch.Tensor:
+        return x.bfloat16() / 2
+
+    compiled = torch.compile(halved, backend="aot_eager", fullgraph=True)
+    counters.clear()
+    with KeepDtype():
+        x = torch.tensor([1 + 2**-20], requires_grad=True)
+        assert torch.equal(compiled(x), x / 2)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_arms_of_ours_offload_where_the_job_does():

@@ -6,8 +6,9 @@ its kind, so it counts compiled code by graph. A graph may not know how many tok
 get; those bytes are per token.
 """
 
+import itertools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -243,6 +244,17 @@ class PolicyReport(MemoryReport):
 def memory_report_of(model_parts: Iterable[nn.Module]) -> MemoryReport:
     """A report of what the first forward of each wrapped block stored, as far as it ran."""
     return MemoryReport(block for report in _reports(model_parts) for block in report.blocks)
+
+
+def kept_tensors(model_parts: Iterable[nn.Module]) -> Counter[str]:
+    """Number of tensors that blocks keep for backward, or compiled graphs, by treatment."""
+    kept: Counter[str] = Counter()
+    for report in _reports(model_parts):
+        for row in report.rows():
+            kept[row.treatment] += row.entries
+        for row in itertools.chain.from_iterable(report.graphs):
+            kept[row.treatment] += row.tensors
+    return kept
 
 
 def _reports(model_parts: Iterable[nn.Module]) -> list[PolicyReport]:

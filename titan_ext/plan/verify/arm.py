@@ -26,7 +26,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer as TitanTrainer
 
-from titan_ext.activation_checkpoint import FP8AC, memory_report_of
+from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
 from titan_ext.base.tensors import plain_tensors
@@ -49,6 +50,7 @@ from titan_ext.plan.verify.small import (
 from titan_ext.run.trainer import Trainer
 
 POLICY = "activation_checkpoint.policy"
+COMPILE = "compile.enable"
 FLOAT8 = {
     "parallelism.exchange_dtype": None,
     "parallelism.fsdp_float8_all_gather": "none",
@@ -64,6 +66,7 @@ ROUNDS = {
     "parallelism.exchange_rows": "expert",
     "parallelism.fsdp_replicate": [],  # one all-reduce, whose order of ranks is the backend's
     "activation_checkpoint.score_before_last_gemm": False,
+    COMPILE: False,  # compiled operations round elsewhere
 }
 """Keys that change the order of sums, and values that do not."""
 
@@ -149,6 +152,11 @@ class KeepDtype(TorchDispatchMode):
             kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile without this mode, and run what that gave in it."""
+        return True
+
 
 # -- weights and tokens, by name and number: no layout changes them
 
@@ -232,11 +240,12 @@ class _Watched:
     arm: Arm
     folder: Path
 
-    def __init__(self, job: SmallJob, arm: Arm, folder: Path, saved: Path | None) -> None:
+    def __init__(
+        self, config: Any, job: SmallJob, arm: Arm, folder: Path, saved: Path | None
+    ) -> None:
         self.job, self.arm, self.folder = job, arm, folder
         self.counts: dict[str, torch.Tensor] = {}
         self.kept: dict[str, Any] = {}
-        config = arm.config_of(job)
         config.dump_folder = str(saved or folder)
         spec = config.model_spec
         config.model_spec = replace(
@@ -366,11 +375,11 @@ class _Watched:
         moes = [module for module in modules if isinstance(module, MoE)]
         ways = [moe.routed_experts.token_dispatcher for moe in moes]
         gathers = [isinstance(group._all_gather_comm, Float8AllGather) for group in self._groups()]
-        stored = memory_report_of(self.parts).rows()
+        kept = kept_tensors(self.parts)
         return {
             "parallelism.exchange_dtype": sum(getattr(way, "sends_float8", False) for way in ways),
             "parallelism.fsdp_float8_all_gather": sum(gathers),
-            POLICY: sum(row.entries for row in stored if row.treatment.startswith("float8")),
+            POLICY: sum(count for kind, count in kept.items() if kind.startswith("float8")),
         }
 
     def _groups(self) -> list[Any]:
@@ -448,6 +457,8 @@ def sum_in_order(model: nn.Module) -> None:
 
 
 def _as_one_node(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    if torch.compiler.is_compiling():  # orders sums by itself, and has no such view of a DTensor
+        return args
     x, *others = args
     return x.view_as(x), *others
 
@@ -468,18 +479,23 @@ def run_arm(
     no_accelerator.enable()
     if saved is not None:
         job = in_one_pass(job)
+    config = arm.config_of(job)
     kind: Any = StockTrainer if arm.stock else OurTrainer
     nodes, world = job.layout.nodes, job.layout.world
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_rank(world, rank, nodes.ranks, nodes.nvlink_domain))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # of FlexAttention's masks
+        torch._dynamo.reset()  # else what the arm before compiled counts as recompiled
+        if not config.compile.enable:
+            stack.enter_context(
+                torch.compiler.set_stance("force_eager")
+            )  # of FlexAttention's masks
         stack.enter_context(no_accelerator.list_all_to_all())  # Titan's dispatcher may be ours, too
         if arm.exact:
             stack.enter_context(use_codec(Codec("exact")))
         if arm.fp32:
             stack.enter_context(KeepDtype())
         with no_accelerator.layout_independent_init():
-            trainer = kind(job, arm, folder, saved)
+            trainer = kind(config, job, arm, folder, saved)
         seen = trainer.kept
         seen["loss"], seen["norm"] = [], []
 
@@ -505,5 +521,5 @@ def run_arm(
         trainer.checkpointer.close()
     assert trainer.gradient_accumulation_steps == (1 if saved else MICROBATCHES)
     seen["has_loss"] = getattr(trainer, "pp_has_last_stage", True)
-    seen["keeps"] = bool(memory_report_of(trainer.parts).rows())
+    seen["keeps"] = bool(kept_tensors(trainer.parts))
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

@@ -19,7 +19,16 @@ import torch
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.verify.arm import FLOAT8, NARROW, POLICY, ROUNDS, Arm, fill_model, run_arm
+from titan_ext.plan.verify.arm import (
+    COMPILE,
+    FLOAT8,
+    NARROW,
+    POLICY,
+    ROUNDS,
+    Arm,
+    fill_model,
+    run_arm,
+)
 from titan_ext.plan.verify.judge import (
     DRAWS,
     Verdict,
@@ -49,6 +58,7 @@ _WITHOUT: dict[str, Any] = {
     "parallelism.enable_sequence_parallel": True,
     "activation_checkpoint.score_before_last_gemm": False,
     "activation_checkpoint": None,
+    COMPILE: False,
     **FLOAT8,
     **NARROW,
 }
@@ -168,12 +178,13 @@ class Legs:
         own = Arm(fp32=False, **choices)
         with_table = not (rounding or lossy or own.changes)
         exact = self._run(replace(own, changes=(*own.changes, *neutral), table=with_table))
-        stock = self._run(Arm(fp32=False, stock=True, steps=own.steps))
+        eager = Arm(stock=True, steps=own.steps, changes=((COMPILE, False),))
+        stock = self._run(replace(eager, fp32=False))
         ours = [exact]
         calls: list[Any] = [("equal", own.steps, exact.folder, stock.folder)]
         if rounding:
             exact = self._run(replace(own, table=False))
-            right = self._run(Arm(stock=True, steps=own.steps))
+            right = self._run(eager)
             ours.append(exact)
             # Of the first step: then the weights are not the same.
             calls.append(("rounding", 1, exact.folder, stock.folder, right.folder))
@@ -192,7 +203,7 @@ class Legs:
                 calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
         if "lossy" in verdict.wrong:  # with the two by which it is then judged
-            right = self._run(Arm(stock=True, steps=own.steps))
+            right = self._run(eager)
             of_both = stock.folder, right.folder
             calls = [(*each, *of_both) if each[0] == "lossy" else each for each in calls]
             (verdict,) = self._judge.call(("keys", calls))

@@ -30,7 +30,6 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan import batch
@@ -256,11 +255,6 @@ def _small_nodes(large: Layout, small: Layout) -> Nodes:
 def why_not(config: Any) -> str:
     """The reason why a trainer's config cannot be verified; "" if it can."""
     model = config.model_spec.model
-    if compiles_model(config.compile):
-        return (
-            "compile.enable is true: compiled kernels are not verified, and a compiled job makes "
-            "other decisions. Expected --compile.no-enable, which verifies the job without it."
-        )
     spec = copy.deepcopy(config.model_spec)
     in_full_precision(spec, emulates=False)
     if has_quantization(spec.model):
@@ -538,7 +532,7 @@ def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Sample
 
 
 def _silence(config: Any) -> None:
-    """Leave out what reads data, or writes files and metrics, and what a CPU does not have."""
+    """Leave out what reads data, or writes files and metrics, kernels, and what a CPU has not."""
     _keep_checkpoints(config)
     config.metrics = replace(
         config.metrics, enable_tensorboard=False, enable_wandb=False, log_freq=1
@@ -548,7 +542,7 @@ def _silence(config: Any) -> None:
     config.debug.enable_structured_logging = False
     config.dataloader, config.tokenizer = NoDataLoader.Config(), NoTokenizer.Config()
     config.hf_assets_path = "."
-    config.compile = replace(config.compile, enable=False)
+    config.compile = replace(config.compile, backend="aot_eager")
     config.training.disable_cuda_graphs = True
 
 
