@@ -546,6 +546,19 @@ def test_what_stands_between_norm_and_attention_runs_there(whose: str):
     assert (eager - compiled).norm() < 0.01 * eager.norm()
 
 
+def test_a_hook_that_comes_too_late_is_refused():
+    model = debug_model(layers=1)
+    policy = FP8AC(FP8AC.Config(preset="stock"))
+    checkpoint_blocks(model, policy, plan_units(model, "submodule"), compiled=True)
+    block = model.layers["0"]
+    block.get_submodule("attention_norm").register_forward_hook(lambda *_: None)
+    says = (
+        "layers.0: the forward hook .* on a RMSNorm was added .* attention_norm and attention are"
+    )
+    with pytest.raises(ValueError, match=says):
+        block(torch.randn(B, L, D).bfloat16(), None, None)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "llama3", "gpt_oss", "muse_glimmer"])
 def test_units_of_titans_blocks_are_compiled_whole(name: str):
     model = debug_model(layers=2, name=name)

@@ -51,6 +51,7 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.discards import user_hook
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, Rule, join
@@ -165,7 +166,23 @@ class CompiledPart:
 
         # On the instances, as Titan's own Module.parallelize does: FSDP's hooks stay around them.
         for module in self.modules.values():
-            cast(Any, module).forward = forward if module is self.main else _pass_through
+            cast(Any, module).forward = forward if module is self.main else _PassThrough(self)
+
+
+@dataclass(frozen=True)
+class _PassThrough:
+    """The forward of a module that ``part`` runs elsewhere: it returns its input."""
+
+    part: CompiledPart
+
+    def __call__(self, x: Any) -> Any:
+        if hook := next(filter(None, map(user_hook, self.part.modules.values())), ""):
+            raise ValueError(
+                f"{self.part.block_name}: {hook} was added after the model was parallelized, and "
+                f"{' and '.join(self.part.modules)} are compiled as one: it would see other "
+                "tensors. Expected to be added before, or compile.enable = false."
+            )
+        return x
 
 
 def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
@@ -374,10 +391,6 @@ def _units_as_layers(model: nn.Module, units: Sequence[Unit]) -> nn.Module:
             for unit in units
             if unit.kind in SUBMODULE_KINDS and unit.name.startswith("layers.")
             for index, module in enumerate(unit.modules(model))
-            if cast(Any, module.forward) is not _pass_through
+            if not isinstance(cast(Any, module.forward), _PassThrough)
         }
     )
-
-
-def _pass_through(x: Any) -> Any:
-    return x

@@ -249,7 +249,7 @@ class DiscardTracker:
         return again + [kept.packed for kept in lost if kept.runs_again()]
 
     def _find_readers(self, modules_left: list[nn.Module], outputs: Any) -> None:
-        hooks = [_user_hook(module) for module in modules_left]
+        hooks = [user_hook(module) for module in modules_left]
         for entry in self.discarded:
             hooked = filter(None, hooks[entry.modules_left :])
             entry.reader = entry.reader or next(hooked, "")
@@ -398,7 +398,7 @@ def _custom_function(node: Any, known: tuple[str, ...]) -> str:
     return f"{function.__name__}, a custom autograd Function"
 
 
-def _user_hook(module: nn.Module) -> str:
+def user_hook(module: nn.Module) -> str:
     """A forward hook of the user's on ``module``, or on every module."""
     for hooks in (
         module._forward_hooks,
