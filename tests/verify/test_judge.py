@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.plan.verify import legs
@@ -214,6 +215,24 @@ def test_a_norm_sends_its_input_one_gradient():
     assert sent(norm) > 1
     sum_in_order(norm)
     assert sent(norm) == 1
+
+    model: Any = torch.nn.Module()
+    attention = _ReadsTwice()
+    model.layers = torch.nn.ModuleDict({"0": checkpoint_wrapper(_Holds(attention))})
+    assert sent(attention) > 1
+    sum_in_order(model)
+    assert sent(attention) == 1
+
+
+class _Holds(torch.nn.Module):
+    def __init__(self, attention: torch.nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+
+class _ReadsTwice(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin() + x.cos()
 
 
 def test_what_is_kept_of_a_weight_is_plain():

@@ -287,12 +287,14 @@ _KEYS = {f"parallelism.key{n}": "off" for n in range(6)}
 def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """In twelve runs; without any one of them the job is right."""
     from titan_ext.plan.verify import legs
+    from titan_ext.plan.verify.arm import COMPILE
     from titan_ext.plan.verify.judge import Verdict, Wrong
 
     need, runs = {f"parallelism.key{n}" for n in faulty}, []
 
     def axes(self: Any, *, stock: bool = False, changes: Any = (), steps: int) -> Any:
         runs.append(changes)
+        assert not stock or changes == ((COMPILE, False),)
         is_right = stock or bool(need & {key for key, _ in changes})
         return Verdict({} if is_right else {"grads": [Wrong("w", 1.0)]}, step=steps)
 

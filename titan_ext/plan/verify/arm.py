@@ -7,6 +7,7 @@ verify's. Nothing of the job is patched: a dispatch mode keeps fp32 what the mod
 
 import contextlib
 import copy
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ ROUNDS = {
 """Keys that change the order of sums, and values that do not."""
 
 
+_IN_A_BLOCK = re.compile(r"(mtp_)?layers\.[^.]+\.[^.]+")
 _FAR = 64.0
 """A bias of an expert that no score can make up for."""
 
@@ -444,20 +446,21 @@ def _then(
 def sum_in_order(model: nn.Module) -> None:
     """Let gradients be summed in one order, whatever FSDP's units are, and over gloo, in place.
 
-    A CPU has no kernel of RMSNorm: in fp32 its operations send its input several gradients. Where a
-    unit begins at a norm, FSDP's hook adds them up before the residual's. So all norms do.
+    Where a unit begins, FSDP's hook adds up what its operations send their input before that of a
+    residual. A CPU has no kernel of RMSNorm, and attention may read what it gets several times. So
+    all norms add theirs up, and all children of blocks.
     """
     no_accelerator.reduce_without_premul_sum(model)
-    for module in model.modules():
-        if isinstance(module, nn.RMSNorm):
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RMSNorm) or _IN_A_BLOCK.fullmatch(canonical_fqn(path)):
             module.register_forward_pre_hook(_as_one_node)
     for group in param_groups(model.modules()):
         if type(group._reduce_scatter_comm) is DefaultReduceScatter:
             group._reduce_scatter_comm = RankOrder()
 
 
-def _as_one_node(norm: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    if torch.compiler.is_compiling():  # orders sums by itself, and has no such view of a DTensor
+def _as_one_node(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    if not args or torch.compiler.is_compiling():  # which orders sums by itself
         return args
     x, *others = args
     return x.view_as(x), *others
