@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.on_cpu import quick_initialisation
 from tests.helpers.training import Run, make_config
 from titan_ext.base import no_accelerator
 
@@ -276,7 +277,8 @@ def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
     with torch.device("meta"):
         model: Any = spec.model.build()
     case.before(model)
-    with no_accelerator.layout_independent_init(), torch.random.fork_rng():
+    quickly = quick_initialisation()
+    with no_accelerator.layout_independent_init(), quickly, torch.random.fork_rng():
         torch.manual_seed(1)
         model = spec.parallelize_fn(
             model,

@@ -21,6 +21,7 @@ from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhausted
 from torchtitan.tools.logging import init_logger
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.on_cpu import quick_initialisation
 from tests.helpers.training import Run, make_config, patched, state_hash
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
@@ -148,7 +149,7 @@ def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
         order.change(config)
     leg = Leg()
     with patched(run), order.around():
-        with no_accelerator.layout_independent_init():
+        with no_accelerator.layout_independent_init(), quick_initialisation():
             trainer = config.build()
         _observe(trainer, leg, order)
         trainer.train()
