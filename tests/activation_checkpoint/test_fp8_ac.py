@@ -1,5 +1,6 @@
 """FP8 activation checkpointing, eagerly, on one process: what is stored, and the gradients."""
 
+import contextlib
 import gc
 import logging
 import unittest.mock
@@ -11,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
+from torch.utils.checkpoint import checkpoint
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
@@ -643,3 +645,22 @@ def test_regions_that_inductor_compiles(config: Config) -> None:
     block.zero_grad()
     block(x).sum().backward()
     torch.testing.assert_close(grads, [parameter.grad for parameter in block.parameters()])
+
+
+class _ChecksPoints(LooksUp):
+    """A block with a checkpoint of its own around its choice."""
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x_TD, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [(Config(), True), (Config(mode="no_recompute"), True), (Config(preset="stock"), False)],
+)
+def test_a_block_that_checkpoints_itself_would_choose_again(config: Config, is_refused: bool):
+    block = _ChecksPoints(CHOICES["argmax"]).bfloat16()
+    x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    says = pytest.raises(ValueError, match=r"argmax.* chooses inside of a checkpoint")
+    with says if is_refused else contextlib.nullcontext():
+        measure_block(block, x_TD, config=config)

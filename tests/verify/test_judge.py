@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
 
 from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.plan.verify import legs
@@ -26,7 +27,7 @@ from titan_ext.plan.verify.judge import (
     try_canary,
 )
 from titan_ext.plan.verify.legs import Legs, Trained, apart
-from titan_ext.plan.verify.reference import Step
+from titan_ext.plan.verify.reference import OneProcess, Step
 
 RIGHT = torch.linspace(-1, 1, 100, dtype=torch.float64)
 SEEN = {"loss": [2.0], "norm": [3.0]}
@@ -233,6 +234,13 @@ class _Holds(torch.nn.Module):
 class _ReadsTwice(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.sin() + x.cos()
+
+
+def test_a_model_that_checkpoints_itself_recomputes_as_it_ran():
+    x = torch.linspace(0, 1, 5, dtype=torch.float64, requires_grad=True)
+    with OneProcess([]):
+        checkpoint(lambda x: x.bfloat16().sin(), x, use_reentrant=False).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
 
 
 def test_what_is_kept_of_a_weight_is_plain():

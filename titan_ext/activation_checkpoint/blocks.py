@@ -106,10 +106,15 @@ class BlockCheckpoint(EagerBlock):
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
         call = _Call(self, counting=not self.is_reported)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call.hooks = _innermost_hooks()
+            return module(*args, **kwargs)
+
         # Around the call: hooks that ``context_fn`` enters bypass checkpointing, in silence.
         with torch.autograd.graph.saved_tensors_hooks(call.pack, restore):
             out = checkpoint(
-                module,
+                run,
                 *args,
                 use_reentrant=False,
                 early_stop=False,  # with it, full checkpointing under EP leaks (PR 1580 of Titan)
@@ -125,6 +130,9 @@ class BlockCheckpoint(EagerBlock):
 
 class _Call:
     """One forward of one block."""
+
+    hooks: Any = None
+    """The innermost of saved tensors as the block begins: those of its checkpoint."""
 
     def __init__(self, owner: BlockCheckpoint, *, counting: bool) -> None:
         self._owner = owner
@@ -170,6 +178,8 @@ class _Call:
         if fixed is None or is_choice or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
+            if is_choice and policy.keeps:
+                _refuse_inner_checkpoint(self.hooks, str(self._location), self._policies.name)
             if is_mutable(func) and must_write(func, out, discarded=policy is OpPolicy.DISCARD):
                 if is_choice and policy.keeps:
                     self._refuse_choice_in_place()
@@ -339,6 +349,25 @@ def restore(entry: Any) -> torch.Tensor:
         return entry.restore()
 
 
+def _innermost_hooks() -> Any:
+    """Those that pack and unpack what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _refuse_inner_checkpoint(hooks: Any, choice: str, block: str) -> None:
+    """Raise ValueError if a checkpoint is open inside of ``hooks``: it would choose again."""
+    innermost = _innermost_hooks()
+    pack, _ = innermost or (None, None)
+    # torch/utils/checkpoint.py, class _checkpoint_hook: it takes what would come to us.
+    is_checkpoint = getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")
+    if is_checkpoint and innermost != hooks:
+        raise ValueError(
+            f"activation_checkpoint: {choice} of {block} chooses inside of a checkpoint of the "
+            "block's own, which chooses again in backward, from values in float8. Expected the "
+            "block without a checkpoint of its own, or in activation_checkpoint.exempt."
+        )
+
+
 def _waits(args: Iterable[Any]) -> bool:
     """True if an operation had to wait for what a collective brings."""
     return any(type(x) is AsyncCollectiveTensor for x in args)
@@ -381,7 +410,7 @@ class NoRecomputeBlock(ActivationWrapper):
             return module(*args, **kwargs)
         entries: list[Any] = []
         block.locator.begin(with_operands=False)
-        values = _SavedValues(block.locator)
+        values = _SavedValues(block.locator, block.policies)
         group = block.host_group()
 
         def pack(x: torch.Tensor) -> Any:
@@ -398,6 +427,7 @@ class NoRecomputeBlock(ActivationWrapper):
             return entry
 
         with values, torch.autograd.graph.saved_tensors_hooks(pack, restore):
+            values.hooks = _innermost_hooks()
             out = module(*args, **kwargs)
         if not block.is_reported:
             block.report(entries)
@@ -427,9 +457,11 @@ class _SavedValues(TorchDispatchMode):
         """
         return True
 
-    def __init__(self, locator: OpLocator) -> None:
+    hooks: Any = None
+
+    def __init__(self, locator: OpLocator, policies: BlockPolicies) -> None:
         super().__init__()
-        self._locator = locator
+        self._locator, self._policies = locator, policies
         self._copies: dict[int, _Copy] = {}
 
     def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
@@ -446,6 +478,8 @@ class _SavedValues(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._policies.keeps_choice(func, args, kwargs or {}, out):
+            _refuse_inner_checkpoint(self.hooks, str(func), self._policies.name)
         if (
             func is torch.ops.aten._to_copy.default
             and is_plain(out)
