@@ -235,6 +235,11 @@ print("ready", torchrun, flush=True)
 while os.getppid() == torchrun:
     time.sleep(0.1)
 """
+BOTH_LISTEN = """
+open("listens" + os.environ["RANK"], "w").close()
+while not (os.path.exists("listens0") and os.path.exists("listens1")):
+    time.sleep(0.05)
+"""
 # Stands for Python: torchrun with one worker, in a process below it, and the reports of a folder.
 PYTHON = """#!/bin/sh
 case "$2 $3" in
@@ -355,6 +360,8 @@ def test_a_torchrun_that_fails_has_no_report(tmp_path: Path):
 def test_ctrl_c_ends_make_train_in_good_order(tmp_path: Path):
     """With torchrun itself, on a terminal: no traceback, and the last line is ours."""
     worker = WORKER.replace('"listen" in sys.argv', "True").replace("sys.argv", "[]")
+    # Who does not listen yet is not asked; ranks of a real run agree.
+    worker = worker.replace('print("ready"', f'{BOTH_LISTEN}print("ready"')
     (tmp_path / "torchtitan").mkdir()
     (tmp_path / "torchtitan" / "__init__.py").touch()
     (tmp_path / "torchtitan" / "train.py").write_text(worker)
