@@ -29,8 +29,10 @@ from titan_ext.activation_checkpoint import (
     measure_block,
     memory_report_of,
 )
+from titan_ext.activation_checkpoint.blocks import _Call
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.fp8 import Codec
+from titan_ext.fp8.saved_tensors import StoredEntry
 
 Config = FP8AC.Config
 
@@ -664,3 +666,26 @@ def test_a_block_that_checkpoints_itself_would_choose_again(config: Config, is_r
     says = pytest.raises(ValueError, match=r"argmax.* chooses inside of a checkpoint")
     with says if is_refused else contextlib.nullcontext():
         measure_block(block, x_TD, config=config)
+
+
+@pytest.mark.parametrize("config", [Config(), Config(mode="no_recompute")])
+def test_nothing_of_a_forward_outlives_its_backward(config: Config):
+    """Titan collects garbage every 50 steps: what a cycle holds would pile up."""
+    model: Any = nn.Module()
+    model.layers = nn.ModuleDict({"0": nn.Sequential(nn.Linear(256, 256, bias=False).bfloat16())})
+    FP8AC(config).apply(model)
+
+    def alive() -> int:
+        return sum(isinstance(each, _Call | StoredEntry) for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True) * 1
+        loss = model.layers["0"](x).sum()
+        assert alive() > before
+        loss.backward()
+        assert alive() == before
+    finally:
+        gc.enable()

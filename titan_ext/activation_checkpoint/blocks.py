@@ -108,7 +108,7 @@ class BlockCheckpoint(EagerBlock):
         call = _Call(self, counting=not self.is_reported)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call.hooks = _innermost_hooks()
+            call.hooks = id(_innermost_pack())  # itself would be a cycle
             return module(*args, **kwargs)
 
         # Around the call: hooks that ``context_fn`` enters bypass checkpointing, in silence.
@@ -131,8 +131,8 @@ class BlockCheckpoint(EagerBlock):
 class _Call:
     """One forward of one block."""
 
-    hooks: Any = None
-    """The innermost of saved tensors as the block begins: those of its checkpoint."""
+    hooks = 0
+    """The id of what packs saved tensors as the block begins: of its checkpoint."""
 
     def __init__(self, owner: BlockCheckpoint, *, counting: bool) -> None:
         self._owner = owner
@@ -349,18 +349,21 @@ def restore(entry: Any) -> torch.Tensor:
         return entry.restore()
 
 
-def _innermost_hooks() -> Any:
-    """Those that pack and unpack what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+def _innermost_pack() -> Any:
+    """The function that packs what autograd saves here; None without one."""
+    pack, _ = torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)
+    return pack
 
 
-def _refuse_inner_checkpoint(hooks: Any, choice: str, block: str) -> None:
-    """Raise ValueError if a checkpoint is open inside of ``hooks``: it would choose again."""
-    innermost = _innermost_hooks()
-    pack, _ = innermost or (None, None)
+def _refuse_inner_checkpoint(outer: int, choice: str, block: str) -> None:
+    """Raise ValueError if a checkpoint is open inside of that with the id ``outer``.
+
+    It would choose again.
+    """
+    pack = _innermost_pack()
     # torch/utils/checkpoint.py, class _checkpoint_hook: it takes what would come to us.
     is_checkpoint = getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")
-    if is_checkpoint and innermost != hooks:
+    if is_checkpoint and id(pack) != outer:
         raise ValueError(
             f"activation_checkpoint: {choice} of {block} chooses inside of a checkpoint of the "
             "block's own, which chooses again in backward, from values in float8. Expected the "
@@ -427,7 +430,6 @@ class NoRecomputeBlock(ActivationWrapper):
             return entry
 
         with values, torch.autograd.graph.saved_tensors_hooks(pack, restore):
-            values.hooks = _innermost_hooks()
             out = module(*args, **kwargs)
         if not block.is_reported:
             block.report(entries)
@@ -457,8 +459,6 @@ class _SavedValues(TorchDispatchMode):
         """
         return True
 
-    hooks: Any = None
-
     def __init__(self, locator: OpLocator, policies: BlockPolicies) -> None:
         super().__init__()
         self._locator, self._policies = locator, policies
@@ -479,7 +479,7 @@ class _SavedValues(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._policies.keeps_choice(func, args, kwargs or {}, out):
-            _refuse_inner_checkpoint(self.hooks, str(func), self._policies.name)
+            _refuse_inner_checkpoint(0, str(func), self._policies.name)
         if (
             func is torch.ops.aten._to_copy.default
             and is_plain(out)

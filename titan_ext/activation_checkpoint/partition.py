@@ -273,10 +273,9 @@ def _must_stay_exact(value: torch.Tensor) -> str:
         return "small"
     if any(guard_or_false(s == 0) for s in value.stride()):
         return "expanded"
+    # The codec's blocks lie in rows. Scores of the tokens that came are one such row.
     if value.dim() and free_unbacked_symbols(value.shape[_memory_order(value)[-1]]):
-        return (
-            "rows of unknown size"  # as scores of tokens that came; the codec's blocks lie in rows
-        )
+        return "rows of unknown size"
     return ""
 
 

@@ -489,9 +489,8 @@ def run_arm(
         stack.enter_context(as_rank(world, rank, nodes.ranks, nodes.nvlink_domain))
         torch._dynamo.reset()  # else what the arm before compiled counts as recompiled
         if not config.compile.enable:
-            stack.enter_context(
-                torch.compiler.set_stance("force_eager")
-            )  # of FlexAttention's masks
+            # FlexAttention compiles its masks.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(no_accelerator.list_all_to_all())  # Titan's dispatcher may be ours, too
         if arm.exact:
             stack.enter_context(use_codec(Codec("exact")))
