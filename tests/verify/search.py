@@ -47,6 +47,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         '"gpt_oss.gpt_oss_debugmodel_flex"',
         '"deepseek_v3.deepseek_v3_debugmodel_mtp"',
         '"llama3.llama3_debugmodel"',
+        *(f'"tests.verify.blocks.{form}"' for form in ("post_norm", "parallel", "twice", "gated")),
     ),
     "ranks": ("2", "4", "8", "6", "64"),  # of these, no power of two, and more than experts
     "parallelism.tensor_parallel_degree": ("1", "1", "2"),
@@ -139,7 +140,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
             if job[key] == VALUES[key][-1]:
                 job[key] = VALUES[key][0]
     wrap, schedule = (job[f"parallelism.{k}"] for k in ("fsdp_wrap", "pipeline_parallel_schedule"))
-    if job["converters"] == "float8" and job[degree("tensor_parallel")] != "1":
+    of_users = "blocks" in job["extends"]  # whose [model] no file changes
+    if of_users or (job["converters"] == "float8" and job[degree("tensor_parallel")] != "1"):
         job["converters"] = ""
     if not has_experts:
         job["routing"] = "balanced"
