@@ -649,7 +649,7 @@ def test_regions_that_inductor_compiles(config: Config) -> None:
     torch.testing.assert_close(grads, [parameter.grad for parameter in block.parameters()])
 
 
-class _ChecksPoints(LooksUp):
+class _ChecksItself(LooksUp):
     """A block with a checkpoint of its own around its choice."""
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -661,7 +661,7 @@ class _ChecksPoints(LooksUp):
     [(Config(), True), (Config(mode="no_recompute"), True), (Config(preset="stock"), False)],
 )
 def test_a_block_that_checkpoints_itself_would_choose_again(config: Config, is_refused: bool):
-    block = _ChecksPoints(CHOICES["argmax"]).bfloat16()
+    block = _ChecksItself(CHOICES["argmax"]).bfloat16()
     x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
     says = pytest.raises(ValueError, match=r"argmax.* chooses inside of a checkpoint")
     with says if is_refused else contextlib.nullcontext():

@@ -66,6 +66,7 @@ class Outcome:
     operations: Counter[str]
     graphs: int
     gradients: dict[str, torch.Tensor]
+    of_input: torch.Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +98,16 @@ def run(
     layers: int = 2,
     lengths: tuple[int, ...] = (L, L),
     at: Callable[[str], None] = lambda moment: None,
+    edit: Callable[[nn.Module], Any] = lambda block: None,
 ) -> Outcome:
     """Forward and backward of a dense and MoE blocks, for each length; None: eager.
 
-    ``at`` is called where another module could run: before, between, and after them.
+    ``at`` is called where another module could run: before, between, and after them. ``edit`` may
+    change each block as it was built.
     """
     model = debug_model(layers=layers)
+    for block in model.layers.values():
+        edit(block)
     units = plan_units(model, wrap)
     checkpoint_blocks(model, policy, units, compiled=backend is not None)
     saved: list[list[Saved]] = []
@@ -114,7 +119,7 @@ def run(
         for part in parts(model, units):
             part.main.compile(fullgraph=True, **arguments)
     waiting: dict[int, int] = {}
-    profiler = profile()
+    profiler, x_BLD = profile(), torch.empty(0)
     for seq_len in lengths:
         waiting.clear()
         model.zero_grad()
@@ -139,6 +144,7 @@ def run(
             canonical_fqn(name): cast(Any, p.grad).double()
             for name, p in model.layers.named_parameters()
         },
+        of_input=cast(Any, x_BLD.grad).double(),
     )
 
 
@@ -505,44 +511,37 @@ def _branches(block: Any, x_BLD: torch.Tensor, masks: Any, positions: Any) -> to
     return _reads_twice(block, x_BLD, masks, positions)
 
 
-@pytest.mark.parametrize("whose", ["reads twice", "branches", "instance", "norm", "attention"])
-def test_what_stands_between_norm_and_attention_runs_there(whose: str):
+def _scales(module: nn.Module, inputs: tuple[Any, ...], *output: Any) -> Any:
+    return output[0] * 2 if output else (inputs[0] * 2, *inputs[1:])
+
+
+def _subclass(forward: Callable[..., torch.Tensor]) -> Callable[[nn.Module], None]:
+    def edit(block: nn.Module) -> None:
+        block.__class__ = type("Users", (type(block),), {"forward": forward})
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(_subclass(_reads_twice), id="reads twice"),
+        pytest.param(_subclass(_branches), id="branches"),
+        pytest.param(
+            lambda block: setattr(block, "forward", functools.partial(_reads_twice, block)),
+            id="instance",
+        ),
+        pytest.param(lambda b: b.attention_norm.register_forward_hook(_scales), id="norm"),
+        pytest.param(lambda b: b.attention.register_forward_pre_hook(_scales), id="attention"),
+    ],
+)
+def test_what_stands_between_norm_and_attention_runs_there(edit: Callable[[nn.Module], Any]):
     """A user's block or hook reads what the norm returns, which one region would pass by."""
-
-    def scales(module: nn.Module, inputs: tuple[Any, ...], *output: Any) -> Any:
-        return output[0] * 2 if output else (inputs[0] * 2, *inputs[1:])
-
-    gradients = []
-    for is_compiled in (False, True):
-        torch._dynamo.reset()
-        model = debug_model(layers=1)
-        for block in model.layers.values():
-            parent: Any = type(block)
-            if whose in ("reads twice", "branches"):
-                forward = _reads_twice if whose == "reads twice" else _branches
-                block.__class__ = type("Users", (parent,), {"forward": forward})
-            elif whose == "instance":
-                cast(Any, block).forward = functools.partial(_reads_twice, block)
-            elif whose == "norm":
-                block.get_submodule("attention_norm").register_forward_hook(scales)
-            else:
-                block.get_submodule("attention").register_forward_pre_hook(scales)
-        if is_compiled:
-            units = plan_units(model, "submodule")
-            policy = FP8AC(FP8AC.Config(preset="stock"))
-            checkpoint_blocks(model, policy, units, compiled=True)
-            for part in parts(model, units):
-                arguments = compile_arguments(Float8Partitioner(Codec()), "aot_eager")
-                part.main.compile(fullgraph=True, **arguments)
-        torch.manual_seed(1)
-        x_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
-        h_BLD = x_BLD
-        for block in model.layers.values():
-            h_BLD = block(h_BLD, None, None)
-        h_BLD.float().square().mean().backward()
-        assert x_BLD.grad is not None
-        gradients.append(x_BLD.grad.double())
-    eager, compiled = gradients
+    policy = FP8AC.Config(preset="stock")
+    eager, compiled = (
+        run(FP8AC(policy), "submodule", backend=backend, layers=1, lengths=(L,), edit=edit).of_input
+        for backend in (None, "aot_eager")
+    )
     assert (eager - compiled).norm() < 0.01 * eager.norm()
 
 

@@ -108,7 +108,7 @@ class BlockCheckpoint(EagerBlock):
         call = _Call(self, counting=not self.is_reported)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            call.hooks = id(_innermost_pack())  # itself would be a cycle
+            call.outer = id(_innermost_pack())  # itself would be a cycle
             return module(*args, **kwargs)
 
         # Around the call: hooks that ``context_fn`` enters bypass checkpointing, in silence.
@@ -131,7 +131,7 @@ class BlockCheckpoint(EagerBlock):
 class _Call:
     """One forward of one block."""
 
-    hooks = 0
+    outer = 0
     """The id of what packs saved tensors as the block begins: of its checkpoint."""
 
     def __init__(self, owner: BlockCheckpoint, *, counting: bool) -> None:
@@ -179,7 +179,7 @@ class _Call:
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
             if is_choice and policy.keeps:
-                _refuse_inner_checkpoint(self.hooks, str(self._location), self._policies.name)
+                _refuse_inner_checkpoint(self.outer, str(self._location), self._policies.name)
             if is_mutable(func) and must_write(func, out, discarded=policy is OpPolicy.DISCARD):
                 if is_choice and policy.keeps:
                     self._refuse_choice_in_place()

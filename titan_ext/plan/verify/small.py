@@ -532,7 +532,7 @@ def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Sample
 
 
 def _silence(config: Any) -> None:
-    """Leave out what reads data, or writes files and metrics, kernels, and what a CPU has not."""
+    """Leave out data, files, metrics, compiled kernels, and what a CPU does not have."""
     _keep_checkpoints(config)
     config.metrics = replace(
         config.metrics, enable_tensorboard=False, enable_wandb=False, log_freq=1
