@@ -12,14 +12,13 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torch.utils.checkpoint import checkpoint
 from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     SelectiveAC,
 )
 
-from tests.helpers.fp8_activations import CHOICES, LooksUp, debug_model, tokens
+from tests.helpers.fp8_activations import CHOICES, ChecksItself, LooksUp, debug_model, tokens
 from tests.helpers.toml_files import DEBUG, resolve_text
 from titan_ext.activation_checkpoint import (
     FP8AC,
@@ -649,19 +648,12 @@ def test_regions_that_inductor_compiles(config: Config) -> None:
     torch.testing.assert_close(grads, [parameter.grad for parameter in block.parameters()])
 
 
-class _ChecksItself(LooksUp):
-    """A block with a checkpoint of its own around its choice."""
-
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x_TD, use_reentrant=False)
-
-
 @pytest.mark.parametrize(
     ("config", "is_refused"),
     [(Config(), True), (Config(mode="no_recompute"), True), (Config(preset="stock"), False)],
 )
 def test_a_block_that_checkpoints_itself_would_choose_again(config: Config, is_refused: bool):
-    block = _ChecksItself(CHOICES["argmax"]).bfloat16()
+    block = ChecksItself(CHOICES["argmax"]).bfloat16()
     x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
     says = pytest.raises(ValueError, match=r"argmax.* chooses inside of a checkpoint")
     with says if is_refused else contextlib.nullcontext():

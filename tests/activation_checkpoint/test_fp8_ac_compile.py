@@ -32,7 +32,7 @@ from torchtitan.distributed.activation_checkpoint import (
 from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.compiled_op_policies import EXACT, OP_POLICIES
-from tests.helpers.fp8_activations import CHOICES, LooksUp, debug_model
+from tests.helpers.fp8_activations import CHOICES, ChecksItself, LooksUp, debug_model
 from tests.helpers.training import Run, operations_in, train
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import (
@@ -574,18 +574,22 @@ def test_a_compiled_run_that_stores_nothing_in_float8_fails():
 
 
 @pytest.mark.parametrize(
-    ("mode", "choice"),
+    ("kind", "mode", "choice"),
     [
-        *(("selective", "argmax"), ("selective", "gate")),
-        *(("full", "argmax"), ("no_recompute", "argmax")),
+        *((LooksUp, "selective", "argmax"), (LooksUp, "selective", "gate")),
+        *((LooksUp, "full", "argmax"), (LooksUp, "no_recompute", "argmax")),
+        (ChecksItself, "full", "argmax"),
     ],
 )
-def test_a_choice_is_kept(mode: Any, choice: str):
-    """Where nothing is recomputed, too: the min-cut would make it again from what is in float8."""
+def test_a_choice_is_kept(kind: type[LooksUp], mode: Any, choice: str):
+    """Where nothing is recomputed, too: the min-cut would make it again from what is in float8.
+
+    So would a checkpoint of the block's own, which asks no policy of ours.
+    """
 
     def gradient(config: FP8AC.Config) -> tuple[torch.Tensor, bool]:
         torch.manual_seed(3)
-        block = LooksUp(CHOICES[choice]).bfloat16()
+        block = kind(CHOICES[choice]).bfloat16()
         x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
         saved: list[list[Saved]] = []
         policies = FP8AC(config).compiled_policies(block, "block")

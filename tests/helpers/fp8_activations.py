@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
@@ -119,6 +120,13 @@ class LooksUp(nn.Module):
         else:
             rows = self.table(picked % 256)
         return torch.cat((rows, nn.functional.silu(h_TD)))
+
+
+class ChecksItself(LooksUp):
+    """A block with a checkpoint of its own around its choice."""
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x_TD, use_reentrant=False)
 
 
 CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -269,7 +269,12 @@ def compiled_checkpoint(
 
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             location = locator.locate(func, args, ctx.op_output)
-            return _ANSWERS[resolver.resolve(location, ctx, func, args, kwargs, ctx.op_output)]
+            answer = _ANSWERS[resolver.resolve(location, ctx, func, args, kwargs, ctx.op_output)]
+            if answer is CheckpointPolicy.PREFER_RECOMPUTE and location.op.startswith("aten."):
+                # What a checkpoint inside of this one recomputes is preferred (``partition``).
+                # Torch refuses "must" for operations with side effects.
+                return CheckpointPolicy.MUST_RECOMPUTE
+            return answer
 
         return create_selective_checkpoint_contexts(policy)
 

@@ -212,10 +212,16 @@ def _decompositions(compiler: str) -> dict[Any, Any] | None:
 
 
 def _read_tags(graph: fx.Graph) -> None:
-    """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a tag of ours."""
+    """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a tag of ours.
+
+    Our policy answers ``MUST_RECOMPUTE``. So what is preferred is in a checkpoint of the block's
+    own, which would make choices again from what is in float8.
+    """
     for node in list(graph.nodes):
         if "recompute" in node.meta and isinstance(node.meta.get("val"), torch.SymInt):
             # To read a size again would run again what has it, even a collective.
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE and _is_choice(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         if node.meta.get("recompute") is not CheckpointPolicy.PREFER_SAVE:
             continue
@@ -246,10 +252,16 @@ def _forget_checkpoints(graph: fx.Graph) -> None:
         was_tagged = node.meta.pop("recompute", None) is not None  # in the forward
         # By this key torch saves where one checkpoint follows another (cleanup_recompute_tags).
         node.meta.pop("ac_graph_id", None)
-        if was_tagged and node.op == "call_function" and isinstance(value, torch.Tensor):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-            if chooses(node.target, args, kwargs, value):
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if was_tagged and _is_choice(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_choice(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return False
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return chooses(node.target, args, kwargs, value)
 
 
 def _annotations(graph: fx.Graph, name: str) -> set[Any]:
