@@ -71,7 +71,8 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
             self._precomputed_scale = scale
             (data,), metadata = super().fsdp_pre_all_gather(mesh)
             data = data.view(torch.uint8)
-            if missing := -(-outer_size[0] // mesh.size()) - len(data):
+            missing = -(-outer_size[0] // mesh.size()) - len(data)
+            if missing > 0:  # not where the weight is replicated over ``mesh``
                 data = nnf.pad(data, (0, 0, 0, missing))
             return (data,), metadata
 
