@@ -179,8 +179,10 @@ def test_the_canary_sings():
     def loose(verdict: Verdict, found: Any) -> None:
         verdict.judge("grads", "w", found["grad:w"], RIGHT, 1e-2)
 
+    for right in (RIGHT, torch.full((100,), 1.5, dtype=torch.bfloat16)):  # rounds 1.5015 to 1.5
+        of = _found(right)
+        try_canary(lambda verdict, changed, of=of: judge_equal(verdict, changed, of), of, 1)
     found = _found(RIGHT)
-    try_canary(lambda verdict, changed: judge_equal(verdict, changed, found), found, 1)
     for judge in (skipped, loose):
         with pytest.raises(AssertionError, match=r"does not see that grad:w is 1\.001"):
             try_canary(judge, found, 1)

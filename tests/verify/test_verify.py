@@ -404,6 +404,14 @@ def test_what_is_compiled_runs_in_fp32():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_parameters_in_bf16_are_fp32_in_the_first_comparison():
+    from titan_ext.plan.verify.arm import Arm
+
+    job = _small("moe_debug.toml", ("--training.dtype", "bfloat16"), 2)
+    dtypes = [Arm(fp32=fp32).config_of(job).training.dtype for fp32 in (True, False)]
+    assert dtypes == ["float32", "bfloat16"]
+
+
 def test_arms_of_ours_offload_where_the_job_does():
     """Titan's would pin memory, which no CPU can."""
     from titan_ext.plan.verify.arm import Arm

@@ -110,7 +110,7 @@ class Arm:
         for key, value in changes.items():
             set_key(config, key, value)
         if self.fp32:
-            config.training.mixed_precision_param = "float32"
+            config.training.dtype = config.training.mixed_precision_param = "float32"
             in_full_precision(config.model_spec, emulates=False)
         policy = config.activation_checkpoint
         if isinstance(policy, FP8AC.Config):

@@ -216,7 +216,7 @@ def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], se
     names = [name for name, tensor in found.items() if name.startswith("grad:") and tensor.any()]
     name = names[zlib.crc32(str(seed).encode()) % len(names)]
     verdict = Verdict()
-    judge(verdict, {**found, name: found[name] * 1.001})
+    judge(verdict, {**found, name: found[name].double() * 1.001})
     blamed = [wrong.name for wrong in verdict.wrong.get("grads", ())]
     if blamed != [name.removeprefix("grad:")]:
         raise AssertionError(f"verify does not see that {name} is 1.001 of what it was: {blamed}")
