@@ -447,15 +447,17 @@ def adapters_not_synchronized() -> Any:
     return patch(FSDPParam, "_get_grad_inner_tensor", inner)
 
 
-def _stock_sums_over_tp_in_fp32() -> Any:
-    """pytorch #190626: gradients are summed over TP in bf16, and in fp32 by stock alone."""
+def _sums_over_tp_in_bf16() -> Any:
+    """pytorch #190626: gradients are summed over TP in bf16, as torch 2.14 does; in stock not."""
     real = FSDPParam._get_grad_inner_tensor
 
     def step(trainer: Any, method: Any, iterator: Any) -> None:
-        def inner(self: Any, grad: Any) -> torch.Tensor:
-            return real(self, grad.float())
+        dtype = torch.float32 if trainer.arm.stock else torch.bfloat16
 
-        with patch(FSDPParam, "_get_grad_inner_tensor", inner if trainer.arm.stock else real):
+        def inner(self: Any, grad: Any) -> torch.Tensor:
+            return real(self, grad.to(dtype)).float()
+
+        with patch(FSDPParam, "_get_grad_inner_tensor", inner):
             method(iterator)
 
     return _trainers(train_step=step)
@@ -618,7 +620,7 @@ OF_ADAPTERS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "adapters not synchronized": (adapters_not_synchronized, "grads", "lora_a"),
     "adapters of each rank": (adapters_of_each_rank, "grads", "lora"),
     "adapters detached": (adapters_detached, "grads", "wo.lora"),
-    "bf16 over TP": (_stock_sums_over_tp_in_fp32, "grads", "lora"),
+    "bf16 over TP": (_sums_over_tp_in_bf16, "grads", "lora"),
 }
 OF_IDLE: dict[str, tuple[Callable[[], Any], str, str]] = {
     "idle without gradient": (idle_expert_without_gradient, "optimizer", "inner_experts"),
