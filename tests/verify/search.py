@@ -70,20 +70,32 @@ VALUES: dict[str, tuple[str, ...]] = {
     "parallelism.fsdp_float8_all_gather": ('"none"', '"experts"', '"blocks"'),
     "parallelism.fsdp_expert_reduce_scatter": ('"None"', '"bfloat16"'),
     "activation_checkpoint.policy": ('"none"', '"selective"', '"full"', '"fp8"'),
-    "activation_checkpoint.preset": ('"stock"', '"speed"', '"memory"'),
+    "activation_checkpoint.preset": ('"stock"', '"balanced"', '"speed"', '"gemms"', '"memory"'),
     "activation_checkpoint.mode": ('"selective"', '"full"', '"no_recompute"'),
     "activation_checkpoint.score_before_last_gemm": ("false", "true"),
+    "activation_checkpoint.exempt": ("[]", '["layers.0", "*.attention"]', '["layers.1"]'),
+    "activation_checkpoint.op_policies": (
+        "{}",
+        '{"input" = "save", "moe.*" = "save_float8"}',
+        '{"attention*" = "offload_float8", "*" = "recompute"}',
+        '{"*:aten.mm" = "save", "input" = "offload"}',
+        '{"*:_c10d_functional*" = "save", "*" = "offload"}',
+    ),
+    "parallelism.fsdp_quantize_frozen": ("[]", '["*"]', '["*.attention.*"]'),
     "training.mixed_precision_param": ('"bfloat16"', '"float32"'),
+    "training.dtype": ('"float32"', '"float32"', '"bfloat16"'),
+    "training.enable_cpu_offload": ("false", "false", "true"),
     "loss.component": ("", '"torchtitan.components.loss.CrossEntropyLoss"'),
     "routing": ("balanced", "balanced", "skewed", "idle"),
+    "accumulated": ("1", "1", "2"),  # batches of all ranks
     "converters": ("", "", *_CONVERTERS),
     "checkpoint.enable": ("false", "false", "true"),
-    "compile.enable": ("false", "false", "true"),
+    "compile.enable": ("false", "false", "false", "false", "true"),
 }
 """Values of each key, the first of which leaves it out where it is a key of titan_ext."""
-_NOT_KEYS = ("extends", "ranks", "routing", "converters")
+_NOT_KEYS = ("extends", "ranks", "routing", "accumulated", "converters")
 _EAGER_ONLY = ("overlap_exchanges", "exchange_rows", "exchange_dtype", "fsdp_replicate")
-_OF_FP8 = ("preset", "mode", "score_before_last_gemm")
+_OF_FP8 = ("preset", "mode", "score_before_last_gemm", "op_policies", "exempt")
 
 
 class Verified(NamedTuple):
@@ -136,6 +148,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     if job["compile.enable"] == "true":
         for key in (f"parallelism.{name}" for name in _EAGER_ONLY):
             job[key] = VALUES[key][0]
+        if "offload" in job["activation_checkpoint.op_policies"]:
+            job["activation_checkpoint.op_policies"] = "{}"
         for key in ("parallelism.fsdp_wrap", "parallelism.pipeline_parallel_schedule"):
             if job[key] == VALUES[key][-1]:
                 job[key] = VALUES[key][0]
@@ -172,6 +186,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
         "overlap_exchanges": not has_experts or has_context,
         "fsdp_replicate": not has_experts or (has_context if of_titan else job[replicas] != "1"),
         "score_before_last_gemm": not stock_experts,
+        "fsdp_quantize_frozen": job["converters"] != "lora"
+        or job[degree("tensor_parallel")] != "1",
     }
     for key, values in VALUES.items():
         if refused.get(key.rpartition(".")[2]):
@@ -183,12 +199,22 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
             del job[f"activation_checkpoint.{key}"]
     elif job["activation_checkpoint.mode"] != '"selective"':
         del job["activation_checkpoint.preset"]
+        del job["activation_checkpoint.op_policies"]
     return job
 
 
 def toml_of(job: Job) -> str:
     """The job's file."""
-    keys = (f"{key} = {value}" for key, value in job.items() if value and key not in _NOT_KEYS)
+    needed: Job = {}
+    if "offload" in job.get("activation_checkpoint.op_policies", ""):
+        needed["training.disable_cuda_graphs"] = "true"
+    if job.get("accumulated") == "2":
+        not_data = ("tensor", "pipeline", "context")
+        split = math.prod(int(job.get(f"parallelism.{a}_parallel_degree", 1)) for a in not_data)
+        needed["training.local_batch_size"] = "4"
+        needed["training.global_batch_size"] = str(2 * 4 * int(job["ranks"]) // split)
+    of_file = (needed | job).items()
+    keys = (f"{key} = {value}" for key, value in of_file if value and key not in _NOT_KEYS)
     head = f"extends = {job['extends']}\nworld_size = {job['ranks']}\n"
     return head + "\n".join(keys) + "\n" + _CONVERTERS.get(job.get("converters", ""), "")
 
