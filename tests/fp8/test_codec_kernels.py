@@ -110,7 +110,7 @@ def new_kernels(function: Callable[[], Any]) -> list[Kernel]:
 
 @pytest.mark.parametrize("width", [7168, pytest.param(2880, marks=pytest.mark.slow)])
 def test_rows_that_are_exchanged(width: int):
-    """What arrives is decoded out of packed rows, here and by a store that keeps them."""
+    """What arrives is decoded out of packed rows."""
 
     def run() -> None:
         packed_RW = exchange.pack(torch.randn(512, width).bfloat16())
@@ -118,12 +118,10 @@ def test_rows_that_are_exchanged(width: int):
         # ATen/native/cuda/IndexKernelUtils.h, CatArrayBatchedCopy_vectorized in Shape.cu.
         assert packed_RW.shape[1] % 16 == width % 16 == 0
         sorted_RW = packed_RW.index_select(0, torch.arange(512).flip(0))
-        arrived = exchange.unpack(sorted_RW, width, torch.bfloat16)
-        store = SavedTensorStore(Codec(), policy=lambda x: None)
-        assert torch.equal(store.unpack(store.pack(arrived)), arrived)
+        exchange.unpack(sorted_RW, width, torch.bfloat16)
 
     kernels = with_compiler(lambda: new_kernels(run))
-    assert len(kernels) == (3 if width % 128 else 2), "a store needs no kernel of its own"
+    assert len(kernels) == (3 if width % 128 else 2)
     check(kernels[-1])
 
 

@@ -29,7 +29,6 @@ from titan_ext.base.messages import without_phases
 from titan_ext.base.op_cost import group_ms, nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry.commands import main
-from titan_ext.config_registry.dry_run import DryRun
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank, use_stand_ins
@@ -126,50 +125,6 @@ def test_a_budget_for_a_memory_fits_and_leaves_little(folder: Path, offload_limi
     waits = re.findall(r"([\d.]+) MiB wait on the host", done.out)
     assert bool(waits) == bool(offload_limit)
     assert ("offloaded activations of this rank" in done.out) == bool(offload_limit)
-
-
-def test_other_configs_are_planned_beside_one(folder: Path):
-    (folder / "my_runs.py").write_text(
-        "from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel\n"
-        "def two_layers():\n"
-        "    config = deepseek_v3_debugmodel()\n"
-        "    del config.model_spec.model.layers[2:]\n"
-        "    return config\n"
-    )
-    (folder / "whole.toml").write_text(
-        'extends = "my_runs.two_layers"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'
-        "disable_cuda_graphs = true\n[parallelism]\nexpert_parallel_degree = 2\n"
-    )
-    for name, batch in (("half", 2), ("odd", 3)):
-        (folder / f"{name}.toml").write_text(
-            f'extends = "whole.toml"\n[training]\nlocal_batch_size = {batch}\n'
-            "global_batch_size = 32\n"
-        )
-    memory = ["--ranks", "8", "--memory", "4GiB", "--machine", "h100"]
-    done = _dry_run(folder, "whole.toml", *memory, "--against", "half.toml", "odd.toml")
-    assert done.code == 0
-    heading, first, second, fits, fails, tried = done.out.splitlines()[-6:]
-    assert heading == "-- what would fit on rank 0: 2 configs, a dry run each"
-    assert (first, second) == ("trying half.toml", "trying odd.toml")
-    assert re.fullmatch(r"fits, saves [\d.]+ MiB, expect [\d,]+ tokens/s a GPU: half.toml", fits)
-    assert re.match(r"does not start: odd.toml: .*global_batch_size", fails)
-    assert tried.startswith("2 tried, ")
-    done = _dry_run(folder, "whole.toml", "--ranks", "8", "--against", "half.toml")
-    assert "--against needs --memory" in done.error
-
-
-def test_the_fastest_config_that_fits_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """By tokens a second: a step of a larger batch takes longer."""
-    plans = iter(
-        {"fits": spare >= 0, "spare": spare, "time": {"expected_tokens_per_second": speed}}
-        for spare, speed in ((8, 100.0), (-1, 300.0), (2, 200.0))
-    )
-    monkeypatch.setattr(DryRun, "_elsewhere", lambda *_: (SimpleNamespace(), next(plans)))
-    names = ("moe_debug.toml", "deepseek_v3_671b.toml", "gpt_oss_20b.toml")
-    command = DryRun(config="", ranks=8, against=names)
-    said = [*command._compare({"rank": 0, "spare": 0}, folder)]
-    first, second, third = (line.rpartition(": ")[2] for line in said[4:-1])
-    assert (second, third, first) == names
 
 
 def test_a_stage_names_the_blocks_that_only_others_have(folder: Path):

@@ -319,7 +319,7 @@ class Checkpointing:
 
     Attributes:
         policy: Titan's, ours or the user's, which its pass builds; None for no checkpointing.
-        resends: Whether the recompute of a selective policy sends tokens again.
+        resends: Whether the recompute of Titan's selective policy sends tokens again.
         blocks: With policy "fp8", what each block keeps, by its name.
     """
 
@@ -348,7 +348,8 @@ def resolve_checkpointing(
             name: block_recipe(block, config, exchanges)
             for name, block in checkpointed_blocks(model)
         }
-    resends = heeds_save_all_to_all(config) and not exchanges.saved
+    # A subclass of Titan's decides by itself, and the recipes of ours have decided.
+    resends = type(config) is SelectiveAC.Config and not exchanges.saved
     return Checkpointing(policy=config, resends=resends, blocks=blocks)
 
 
@@ -361,16 +362,6 @@ def checkpointed_blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         layers = getattr(model.get_submodule(tower), "layers", None)
         for name, block in layers.named_children() if isinstance(layers, nn.Module) else ():
             yield join(tower, f"layers.{name}"), block
-
-
-def heeds_save_all_to_all(config: ActivationCheckpointing.Config | None) -> bool:
-    """True if ``parallelism.save_all_to_all`` decides anything under a policy.
-
-    It does for selective ones. A subclass of Titan's ``SelectiveAC`` decides by itself.
-    """
-    if isinstance(config, FP8AC.Config):
-        return config.mode == "selective"
-    return type(config) is SelectiveAC.Config
 
 
 def enable_fp8_activation_checkpointing(

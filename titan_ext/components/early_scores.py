@@ -145,14 +145,9 @@ def with_early_scores(config: Any) -> Any:
     return changed
 
 
-def builds_early_scores(model: Module.Config) -> bool:
-    """True if a model that is built from this config has such experts."""
-    return any(True for _ in model.traverse(EarlyScoreRoutedExperts.Config))
-
-
 def has_early_scores(model: nn.Module) -> bool:
     """True if a block or a model was built so. A pipeline stage may have no MoE layer of it."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, Module.Config):
-        return builds_early_scores(config)
+        return any(True for _ in config.traverse(EarlyScoreRoutedExperts.Config))
     return any(isinstance(module, EarlyScoreRoutedExperts) for module in model.modules())

@@ -13,7 +13,8 @@ row is packed as its values and then its scales, in one buffer of 0.508 of bf16'
     packed_NW   uint8, W = D + ceil(D / 128), and zeros up to a multiple of 16
 
 A token is packed once and copied for each of its experts, and what arrives is sorted by expert
-while it is packed. Checkpointing saves what arrived as it is: nothing is quantized twice.
+while it is packed. Selective checkpointing saves what arrived as it is; a store that quantizes it
+again gets the same values.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ import torch.nn.functional as nnf
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec, note_decoded
+from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec
 
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
@@ -237,11 +238,9 @@ def pack(x_TD: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def unpack(packed_RW: torch.Tensor, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The rows ``(R, D)``, D = ``width``, that ``pack`` packed; a store keeps them as they came."""
+    """The rows ``(R, D)``, D = ``width``, that ``pack`` packed."""
     codec = default_codec()
     columns = codec.width(width, dtype)
     quantized = Quantized(packed_RW[:, :columns].view(codec.float8), packed_RW[:, columns:])
     dequantize = torch.ops.titan_ext.float8_dequantize
-    rows_RD = dequantize(*quantized, codec_name(codec), dtype)
-    note_decoded(rows_RD, quantized, codec)
-    return rows_RD
+    return dequantize(*quantized, codec_name(codec), dtype)

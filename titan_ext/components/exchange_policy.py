@@ -20,7 +20,6 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
-from titan_ext.components.early_scores import builds_early_scores
 from titan_ext.components.exchange import ExchangeDtype, ExchangeRows
 from titan_ext.components.rows import sends_fewer
 
@@ -45,8 +44,6 @@ class Exchanges:
         rows: Whether a token travels once for each of its experts, or once to a rank or a node of
             them.
         nodes: Among how many nodes, if once to each.
-        early_scores: Whether experts apply the routing scores before their last GEMM. The model is
-            built so.
         notes: Lines for the log: which key does nothing, and why.
     """
 
@@ -56,7 +53,6 @@ class Exchanges:
     dtype: ExchangeDtype | None = None
     rows: ExchangeRows = "expert"
     nodes: int = 0
-    early_scores: bool = False
     notes: tuple[str, ...] = field(default=(), compare=False)
 
     def rows_of(self, top_k: int, num_experts: int) -> ExchangeRows:
@@ -114,35 +110,7 @@ def resolve_exchanges(
         dtype=getattr(parallelism, "exchange_dtype", None) if ep > 1 else None,
         rows=rows,
         nodes=among,
-        early_scores=builds_early_scores(model),
         notes=tuple(notes),
-    )
-
-
-def cost_of_saving(exchanges: Exchanges, model: Decoder.Config, nodes: Nodes) -> str:
-    """A line for the log: whether checkpointing saves the exchanges, and its price in bytes.
-
-    "" where no tokens travel.
-    """
-    layers = cast(Any, model).layers
-    moe = next((layer.moe for layer in layers if layer.moe is not None), None)
-    if moe is None or exchanges.ep == 1:
-        return ""
-    # What combine brings back is not read again where scores were applied before.
-    once = exchanges.rows != "expert"
-    count = 1 if exchanges.early_scores or once else 2
-    rows = ranks_of_token(moe.router, exchanges.ep) if once else moe.router.top_k
-    # Values of 2 bytes (bf16), for 1024 tokens: a figure for the log, from shapes and not measured.
-    mib = count * rows * cast(Any, model).dim * 2 * 1024 / 2**20
-    where = "on one node" if exchanges.ep <= nodes.ranks else "across nodes"
-    does = (
-        "are saved: that keeps"
-        if exchanges.saved
-        else "run again in the recompute: saving them keeps"
-    )
-    return (
-        f"All-to-alls (EP {exchanges.ep}, {where}) {does} {mib:.1f} MiB in bf16 for 1024 tokens "
-        "and a MoE layer (parallelism.save_all_to_all)"
     )
 
 

@@ -226,7 +226,6 @@ def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     for flag in (flag for flag in flags if flag.startswith("-") and "." not in flag):
         if (meant := did_you_mean(flag, options)) != ".":
             raise ValueError(f"{flag}: no option of titan_ext {arguments[0]}{meant}")
-    for config in (command.config, *getattr(command, "against", ())):
-        if config:
-            read_chain(config)
+    if command.config:
+        read_chain(command.config)
     return command, flags

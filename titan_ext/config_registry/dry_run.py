@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
-from titan_ext.base.messages import Mistakes, format_bytes, size_of
+from titan_ext.base.messages import Mistakes, size_of
 from titan_ext.config_registry.terminal import loading, phase
 from titan_ext.toml.files import extends_in, ranks_of, to_toml
 
@@ -33,8 +32,6 @@ _MODEL = "imbalance", "machine", "stock"
 _MOST_RANKS = 2**20
 _DOES_NOT_FIT = 3
 """Exit code where a step needs more than --memory."""
-_REASON = 160
-"""Characters of the reason why another config does not start, at most."""
 
 
 @dataclass
@@ -71,8 +68,6 @@ class DryRun:
     out: Path | None = None
     """Folder for what is found. With --memory: plan_rank0.json and a picture of it. A run with this
     dump_folder compares itself with the plan. With --activations: budget.toml."""
-    against: tuple[_Config, ...] = ()
-    """Other configs to plan, listed best first; with --memory. They get none of Titan's flags."""
     verbose: bool = False
     """Print the log of the start as well, with FSDP's plan."""
 
@@ -148,10 +143,7 @@ class DryRun:
         fullest = min(plans, key=lambda plan: plan["spare"])
         if self.all_stages:
             print(f"-- the fullest of {len(plans)} stages: {fullest['verdict']}", flush=True)
-        if self.against:
-            for line in self._compare(fullest, folder):
-                print(line, flush=True)
-        elif not (fullest["fits"] or self.all_stages):
+        if not (fullest["fits"] or self.all_stages):
             print("            titan_ext tune, with the same options, finds what fits and is fast")
         else:
             stock = ["--stock"] if self.stock else []
@@ -177,10 +169,6 @@ class DryRun:
             (
                 self.out and not (self.memory or self.activations),
                 "--out needs --memory: without it there is no plan.",
-            ),
-            (
-                self.against and not self.memory,
-                "--against needs --memory: without it there is no plan.",
             ),
             (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
             (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
@@ -258,34 +246,3 @@ class DryRun:
                 f"together: {counts}. The job would hang at its start; please report this config."
             )
         return plans
-
-    def _compare(self, plan: Mapping[str, Any], folder: Path) -> Iterator[str]:
-        """Plan the other configs on the rank of ``plan``: a line before each, and the results.
-
-        Of those that fit the fastest comes first, or by bytes where no step was timed. One that
-        does not start is an answer as well: with its reason.
-        """
-        before, found, failed = os.times(), [], []
-        file, rank, count = folder / "other.toml", plan["rank"], len(self.against)
-        yield f"-- what would fit on rank {rank}: {count} configs, a dry run each"
-        for name in self.against:
-            yield f"trying {name}"
-            file.write_text(f"extends = {to_toml(extends_in(folder, name))}\n")
-            done, other = self._elsewhere(file, rank, folder)
-            if not other:
-                first, *_ = [*done.stderr.strip().splitlines(), "no message"]
-                reason = first.removeprefix(f"{file}: ")  # a file that nobody wrote
-                cut = f"{reason[: _REASON - 4]} ..." if len(reason) > _REASON else reason
-                failed.append(f"does not start: {name}: {cut}")
-                continue
-            fits, spare, time = other["fits"], other["spare"], other["time"]
-            saved = spare - plan["spare"]
-            speed = time["expected_tokens_per_second"] if time else 0.0
-            moved = f"{'saves' if saved >= 0 else 'needs'} {format_bytes(abs(saved))}"
-            expected = f", expect {speed:,.0f} tokens/s a GPU" if time else ""
-            line = f"{'fits' if fits else 'does not fit'}, {moved}{expected}: {name}"
-            found.append((not fits, -speed if fits else 0.0, -spare, line))
-        yield from (line for *_, line in sorted(found))
-        yield from failed
-        used_s = sum(os.times()[2:4]) - sum(before[2:4])  # of processes that have ended
-        yield f"{count} tried, {used_s:.0f} CPU seconds"

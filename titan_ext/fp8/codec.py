@@ -30,7 +30,6 @@ import functools
 import logging
 import math
 import types
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,33 +199,6 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
     # The largest value of a block may have been rounded up to 2^128 (2^16 in fp16).
     largest = torch.finfo(dtype).max
     return values.clamp(-largest, largest).to(dtype).reshape(data.shape).contiguous()
-
-
-# By storage: the store asks with a view of what was decoded.
-_decoded: dict[int, tuple[weakref.ref, int, Quantized, Codec]] = {}
-
-
-def note_decoded(x: torch.Tensor, quantized: Quantized, codec: Codec) -> None:
-    """Remember that the values of ``x`` are those of ``quantized``, while its storage lives.
-
-    Whoever stores ``x`` by ``codec`` then takes these, and quantizes nothing (``stored_as``).
-    """
-    storage = x.untyped_storage()
-    key = storage._cdata
-    ref = weakref.ref(storage, lambda _: _decoded.pop(key, None))
-    _decoded[key] = ref, x._version, quantized, codec
-
-
-def stored_as(x: torch.Tensor, codec: Codec) -> Quantized | None:
-    """The float8 that ``codec`` decoded ``x`` from; None if it did not, or ``x`` has changed."""
-    _, version, quantized, its_codec = _decoded.get(x.untyped_storage()._cdata, _NOT_DECODED)
-    if quantized is None or version != x._version or its_codec != codec:
-        return None
-    is_whole = quantized.data.shape == (*x.shape[:-1], codec.width(x.shape[-1], x.dtype))
-    return quantized if is_whole else None
-
-
-_NOT_DECODED = None, 0, None, None
 
 
 def _is_empty(x: torch.Tensor) -> bool:

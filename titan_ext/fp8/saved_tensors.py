@@ -47,7 +47,7 @@ from titan_ext.base.tensors import (
     view_key,
     wrapping,
 )
-from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name, default_codec, stored_as
+from titan_ext.fp8.codec import SUPPORTED_DTYPES, Codec, codec_name, default_codec
 from titan_ext.fp8.offload import HostGroup, HostTensor
 
 Policy = Callable[[torch.Tensor], str | None]
@@ -416,8 +416,7 @@ class SavedTensorStore:
 
         # Two dimensions, so that the kernel does not depend on their number.
         matrix = dense.reshape(-1, dense.shape[-1]) if dense.dim() else dense.reshape(1, 1)
-        if (stored := stored_as(matrix, self.codec)) is None:  # an exchange brings float8
-            stored = ops.float8_quantize(matrix, codec)
+        stored = ops.float8_quantize(matrix, codec)
         return _Float8.of(f"float8 {self.codec.dtype}", stored, decode, host)
 
     def _is_module_state(self, x: torch.Tensor) -> bool:

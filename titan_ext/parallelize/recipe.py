@@ -17,15 +17,11 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compile import compiles_model
-from titan_ext.activation_checkpoint.policy import (
-    Checkpointing,
-    heeds_save_all_to_all,
-    resolve_checkpointing,
-)
+from titan_ext.activation_checkpoint.policy import Checkpointing, resolve_checkpointing
 from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.messages import Mistakes
 from titan_ext.base.op_cost import Nodes
-from titan_ext.components.exchange_policy import Exchanges, cost_of_saving, resolve_exchanges
+from titan_ext.components.exchange_policy import Exchanges, resolve_exchanges
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
@@ -89,15 +85,12 @@ def resolve(
     exchanges = resolve_exchanges(
         model.config, parallelism, training, parallel_dims, nodes, compiled=compiled
     )
-    notes = exchanges.notes
-    if heeds_save_all_to_all(ac_config):
-        notes += (cost_of_saving(exchanges, model.config, nodes),)
     return Recipe(
         fsdp=resolve_sharding(model, settings, parallel_dims, nodes, compiled=compiled),
         exchanges=exchanges,
         checkpointing=resolve_checkpointing(model, ac_config, exchanges),
         compile=compile_config if compiled else None,
-        notes=tuple(note for note in notes if note),
+        notes=exchanges.notes,
     )
 
 

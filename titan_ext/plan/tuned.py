@@ -16,34 +16,16 @@ from titan_ext.plan.time import Category
 from titan_ext.toml.files import WORLD_SIZE, to_toml
 
 _GIB = 2**30
-_SEEN = 0.02
-"""Share of a step: smaller categories are not spoken of."""
-_KERNELS = "faster kernels: torch.compile, float8 or MXFP8 converters, which are not tried here"
-_FURTHER = {
-    Category.EXCHANGES: "a faster network, or experts on fewer nodes: more memory, fewer experts",
-    Category.HOST: "a dispatcher that keeps token counts on the GPU",
-    Category.RECOMPUTE: "more memory: more GPUs, a shorter sequence, or --host-memory for offload",
-    Category.FORWARD: _KERNELS,
-    Category.BACKWARD: _KERNELS,
-    Category.LOSS: "a smaller vocabulary, or a fused loss",
-    Category.GATHERS: "more tokens a step on each GPU (--batch free), or a faster network",
-    Category.REDUCTIONS: "more tokens a step on each GPU (--batch free), or a faster network",
-    Category.COLLECTIVES: "fewer tensor- or context-parallel ranks",
-    Category.BUBBLE: "more microbatches, or another pipeline schedule",
-    Category.OPTIMIZER: "more ranks to share the optimizer's states",
-}
-"""Changes beyond ``tune`` that would shorten a category that is still large."""
 
 
 def report(search: Search) -> Iterator[str]:
-    """The user's config and the winner side by side, the winner's changes, and what is left."""
+    """The user's config and the winner side by side, and the winner's changes."""
     yield from table(search)
     found = [
         f"{', '.join(f'{key} = {to_toml(value)}' for key, value in keys.items())}\n    {words}"
         for keys, words in changes(search)
     ]
-    yield from ("", *(found or ["yours is the fastest that was found."]), "")
-    yield from words(search)
+    yield from ("", *(found or ["yours is the fastest that was found."]))
 
 
 def table(search: Search) -> Iterator[str]:
@@ -126,24 +108,6 @@ def file_lines(search: Search, extends: str, given: Mapping[str, str], about: st
     for keys, words in found:
         lines += ["", f"# {words}", *(f"{key} = {to_toml(value)}" for key, value in keys.items())]
     return lines
-
-
-def words(search: Search) -> Iterator[str]:
-    """Lines on where the time goes now, and on what would have to change to go further."""
-    time = search.best.planned.time
-    parts = sorted(time.expected.items(), key=lambda item: -item[1])
-    large = [(category, ms) for category, ms in parts if ms >= _SEEN * time.expected_ms]
-    shares = ", ".join(f"{ms / time.expected_ms:.0%} {category}" for category, ms in large[:4])
-    yield f"where the time goes now: {shares}."
-    seen: set[str] = set()
-    for category, _ in large[:4]:
-        further = _FURTHER.get(category, "")
-        if further and further not in seen:
-            seen.add(further)
-            yield f"  less {category} takes {further}."
-    if not search.job.facts.host_nbytes:
-        yield "not tried: offload to the host; --host-memory says how much a node has."
-    yield "not tried: torch.compile, and training.enable_cpu_offload, whose time no plan knows."
 
 
 def to_json(search: Search) -> dict[str, Any]:
