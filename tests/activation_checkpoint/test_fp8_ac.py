@@ -648,12 +648,16 @@ def test_regions_that_inductor_compiles(config: Config) -> None:
     torch.testing.assert_close(grads, [parameter.grad for parameter in block.parameters()])
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
     ("config", "is_refused"),
     [(Config(), True), (Config(mode="no_recompute"), True), (Config(preset="stock"), False)],
 )
-def test_a_block_that_checkpoints_itself_would_choose_again(config: Config, is_refused: bool):
+def test_a_block_that_checkpoints_itself_would_choose_again(
+    config: Config, is_refused: bool, use_reentrant: bool
+):
     block = ChecksItself(CHOICES["argmax"]).bfloat16()
+    block.use_reentrant = use_reentrant
     x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
     says = pytest.raises(ValueError, match=r"argmax.* chooses inside of a checkpoint")
     with says if is_refused else contextlib.nullcontext():

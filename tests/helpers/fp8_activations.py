@@ -125,8 +125,10 @@ class LooksUp(nn.Module):
 class ChecksItself(LooksUp):
     """A block with a checkpoint of its own around its choice."""
 
+    use_reentrant = False
+
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x_TD, use_reentrant=False)
+        return checkpoint(super().forward, x_TD, use_reentrant=self.use_reentrant)
 
 
 CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     _RECOMPUTE,
+    CheckpointFunction,
     CheckpointPolicy,
     _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
@@ -363,12 +364,20 @@ def _refuse_inner_checkpoint(outer: int, choice: str, block: str) -> None:
     pack = _innermost_pack()
     # torch/utils/checkpoint.py, class _checkpoint_hook: it takes what would come to us.
     is_checkpoint = getattr(pack, "__qualname__", "").startswith("_checkpoint_hook.")
-    if is_checkpoint and id(pack) != outer:
+    if (is_checkpoint and id(pack) != outer) or _in_reentrant_checkpoint():
         raise ValueError(
             f"activation_checkpoint: {choice} of {block} chooses inside of a checkpoint of the "
             "block's own, which chooses again in backward, from values in float8. Expected the "
             "block without a checkpoint of its own, or in activation_checkpoint.exempt."
         )
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """True inside of a checkpoint with ``use_reentrant=True``, which packs its inputs alone."""
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _waits(args: Iterable[Any]) -> bool:
