@@ -169,8 +169,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     if splits:
         job["loss.component"] = VALUES["loss.component"][1]
         job["activation_checkpoint.mode"] = '"no_recompute"'
-        if job["activation_checkpoint.policy"] == '"selective"':
-            job["activation_checkpoint.policy"] = '"full"'
+        if job["activation_checkpoint.policy"] != '"fp8"':  # stock's count each recompute
+            job["activation_checkpoint.policy"] = '"none"'
     narrow = job["training.mixed_precision_param"] == '"bfloat16"' and job[pipeline] == "1"
     alone = job[expert] == "1"
     fsdp = shards // int(job[degree("tensor_parallel")] if alone else job[expert])
