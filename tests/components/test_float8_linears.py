@@ -163,7 +163,8 @@ def test_ranks_with_fewer_rows_or_none_gather_as_many_bytes(tmp_path: Path):
 
 def test_scales_follow_the_optimizer():
     made = []
-    linear: Any = SimpleNamespace(weight=None, weight_scale=None)
+    weight = nn.Parameter(torch.ones(1))
+    linear: Any = SimpleNamespace(weight=weight, weight_scale=None)
     scales = Float8Scales([linear])
 
     def make() -> None:
@@ -180,5 +181,10 @@ def test_scales_follow_the_optimizer():
     scales()
     scales()
     assert len(made) == 3
+    with torch.no_grad():
+        weight.copy_(torch.zeros(1))  # as a state dict that is loaded, or averages that are tried
+    scales()
+    scales()
+    assert len(made) == 4
     del scales
     step()  # asks nobody

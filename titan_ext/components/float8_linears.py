@@ -147,14 +147,16 @@ class TensorwiseFloat8LinearConverter(Float8LinearConverter):
 class Float8Scales:
     """A forward pre-hook of a model: makes the scales of its gathered float8 weights, all together.
 
-    A step of any of torch's optimizers makes them unknown. Until the first one, every forward makes
-    them anew: weights may change in a way that shows nowhere.
+    A step of any of torch's optimizers makes them unknown. So does what else writes to the weights,
+    such as a state dict that is loaded, but not what writes to their ``data``. Until the first
+    step, every forward makes them anew: weights may change in a way that shows nowhere.
     """
 
     def __init__(self, linears: Sequence[GatheredFloat8Linear]) -> None:
         self._linears = linears
         self._weights: list[Any] = [linear.weight for linear in linears]  # sharded
         self._knows_steps = False
+        self._versions: list[int] = []  # a fused step changes none
         # A model may end before the process does, and its hook with it.
         forget = weakref.WeakMethod(self._forget)
 
@@ -165,8 +167,11 @@ class Float8Scales:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def __call__(self, *_: Any) -> None:
-        if not self._knows_steps or any(linear.weight_scale is None for linear in self._linears):
+        versions = [weight._version for weight in self._weights]
+        is_known = self._knows_steps and versions == self._versions
+        if not is_known or any(linear.weight_scale is None for linear in self._linears):
             self.make()
+        self._versions = versions
 
     def _forget(self) -> None:
         self._knows_steps = True
