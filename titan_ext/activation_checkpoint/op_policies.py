@@ -296,8 +296,13 @@ def is_exchange(op: str) -> bool:
 
 
 def _is_view(func: Any) -> bool:
-    """True if an operation makes views, which torch does not let a checkpoint replace."""
-    return getattr(func, "is_view", False)  # higher-order operators have none
+    """True if an operation makes views, which torch does not let a checkpoint replace.
+
+    Or wraps what a collective brings (torch/distributed/_functional_collectives.py): what is saved
+    of it has no wrapper, and a recompute that reads that runs other operations.
+    """
+    is_view = getattr(func, "is_view", False)  # higher-order operators have none
+    return is_view or op_name(func) == "_c10d_functional._wrap_tensor_autograd"
 
 
 def fixes_routing(op: str, out: Any) -> bool:
