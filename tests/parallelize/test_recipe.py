@@ -35,6 +35,7 @@ _JOBS: dict[str, dict[str, Any]] = {
     "HSDP, float8 everywhere": {"dp_replicate": 2, **_FLOAT8},
     "more ranks than experts": {"ep": 1, "parallelize": "experts", "experts": 5},
     "a pipeline": {"pp": 2, "layers": 6, "save_all_to_all": "never"},
+    "a stage without blocks": {"pp": 4, "cp": 2, "layers": 2, "backend": "partial_dtensor"},
     "tied embeddings, no experts": {"model": "qwen3", "tp": 2, "ep": 1, "replicate": ("norms",)},
     "multi-token prediction": {"model": "deepseek_v3_mtp", "reshard": "always"},
     "biases, sinks": {

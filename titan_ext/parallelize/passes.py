@@ -151,6 +151,7 @@ def _shard_model_axes(model: Decoder, parallel_dims: ParallelDims) -> None:
         attention = [
             block.get_submodule("attention.inner_attention") for _, block in decoder_blocks(model)
         ]
-        apply_cp_to_forward(attention, context_mesh(parallel_dims))
+        if attention:  # Titan looks at the first; a pipeline stage may have no block
+            apply_cp_to_forward(attention, context_mesh(parallel_dims))
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
