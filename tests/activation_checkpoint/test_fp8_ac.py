@@ -648,6 +648,16 @@ def test_regions_that_inductor_compiles(config: Config) -> None:
     torch.testing.assert_close(grads, [parameter.grad for parameter in block.parameters()])
 
 
+def test_what_wraps_an_exchange_is_never_saved():
+    """What is saved has no wrapper: a recompute would run other operations on it."""
+    ops: Any = torch.ops._c10d_functional
+    block = debug_model(layers=2).layers["1"]
+    config = Config(op_policies={"*:_c10d_functional*": "save"})
+    policies = config.policies_of(block, "layers.1")
+    assert policies.fixed(ops.all_to_all_single.default, "moe") is None
+    assert policies.fixed(ops._wrap_tensor_autograd.default, "moe") is not None
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
     ("config", "is_refused"),

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
+from torchao.quantization import to_nf4
 
 from titan_ext.components.float8_linears import GatheredWeight
 from titan_ext.plan.verify import legs
@@ -245,10 +248,14 @@ def test_a_model_that_checkpoints_itself_recomputes_as_it_ran():
     assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_what_is_kept_of_a_weight_is_plain():
-    """``torch.load`` reads no class of a converter's."""
+    """``torch.load`` reads no class of a converter's, and NF4 has no bytes of its own."""
     weight = GatheredWeight(RIGHT[None], None, torch.float8_e4m3fn)  # type: ignore[arg-type]
     assert type(whole(torch.nn.Parameter(weight))) is torch.Tensor
+    nf4: Any = to_nf4(torch.randn(64, 256).bfloat16())
+    sharded = DTensor.from_local(nf4, init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert torch.equal(whole(sharded), nf4.get_original_weight())
 
 
 def test_a_step_that_no_rank_left_is_not_right(tmp_path: Path):

@@ -34,6 +34,7 @@ import torch._dynamo
 import torch.nn as nn
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -270,11 +271,10 @@ def compiled_checkpoint(
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             location = locator.locate(func, args, ctx.op_output)
             answer = _ANSWERS[resolver.resolve(location, ctx, func, args, kwargs, ctx.op_output)]
-            if answer is CheckpointPolicy.PREFER_RECOMPUTE and location.op.startswith("aten."):
-                # What a checkpoint inside of this one recomputes is preferred (``partition``).
-                # Torch refuses "must" for operations with side effects.
-                return CheckpointPolicy.MUST_RECOMPUTE
-            return answer
+            # What a checkpoint inside of this one recomputes is preferred (``partition``). Torch
+            # refuses "must" for operations with side effects.
+            is_soft = answer is CheckpointPolicy.PREFER_RECOMPUTE and not has_effects(func)
+            return CheckpointPolicy.MUST_RECOMPUTE if is_soft else answer
 
         return create_selective_checkpoint_contexts(policy)
 

@@ -107,7 +107,8 @@ class Float8Partitioner(CustomPartitionerFn):
         compiler: str = "inductor",
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _read_tags(gm.graph)
+        rounds = OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS)
+        _read_tags(gm.graph, rounds=rounds)
         if False in _annotations(gm.graph, _RECOMPUTE):
             _forget_checkpoints(gm.graph)
         if OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS):
@@ -211,19 +212,22 @@ def _decompositions(compiler: str) -> dict[Any, Any] | None:
     return select_decomp_table()
 
 
-def _read_tags(graph: fx.Graph) -> None:
+def _read_tags(graph: fx.Graph, *, rounds: bool) -> None:
     """Turn ``PREFER_SAVE`` into a save that the min-cut obeys, plus a tag of ours.
 
     Our policy answers ``MUST_RECOMPUTE``. So what is preferred is in a checkpoint of the block's
-    own, which would make choices again from what is in float8.
+    own, which would make choices again, from what is in float8 if the graph ``rounds``.
     """
+    prefers = CheckpointPolicy.PREFER_SAVE
+    rounds = rounds or any(node.meta.get("recompute") is prefers for node in graph.nodes)
     for node in list(graph.nodes):
         if "recompute" in node.meta and isinstance(node.meta.get("val"), torch.SymInt):
             # To read a size again would run again what has it, even a collective.
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        if node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE and _is_choice(node):
+        again = node.meta.get("recompute") is CheckpointPolicy.PREFER_RECOMPUTE
+        if rounds and again and _is_choice(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        if node.meta.get("recompute") is not CheckpointPolicy.PREFER_SAVE:
+        if node.meta.get("recompute") is not prefers:
             continue
         # The min-cut (torch/_functorch/partitioners.py) heeds MUST_SAVE, and not PREFER_SAVE.
         waits = [user for user in node.users if op_name(user.target) == _WAIT]

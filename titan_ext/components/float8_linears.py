@@ -87,7 +87,8 @@ class GatheredFloat8Linear(_Float8Linear):
     """Titan's float8 linear, with a weight that FSDP2 gathers in float8.
 
     Attributes:
-        weight_scale: The weight's scale, if ``Float8Scales`` has made it. Not the weight has it: on
+        weight_scale: The weight's scale, if ``Float8Scales`` has made it. Who writes to weights
+            between steps sets it to None, on all ranks. Not the weight has it: on
             ranks that it pads, FSDP2 makes another one in its first forward
             (``reset_sharded_param`` in _fsdp_param.py), and all ranks have to know the same.
     """
@@ -105,6 +106,11 @@ class GatheredFloat8Linear(_Float8Linear):
         weight = GatheredWeight(self.weight, self.linear_mm_config, dtype)
         self.weight = nn.Parameter(weight, requires_grad=self.weight.requires_grad)
         self.register_state_dict_post_hook(_as_plain)
+        self.register_load_state_dict_post_hook(_forget_scale)
+
+
+def _forget_scale(module: nn.Module, _: Any) -> None:
+    module.weight_scale = None  # type: ignore[assignment]
 
 
 def _as_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -147,16 +153,16 @@ class TensorwiseFloat8LinearConverter(Float8LinearConverter):
 class Float8Scales:
     """A forward pre-hook of a model: makes the scales of its gathered float8 weights, all together.
 
-    A step of any of torch's optimizers makes them unknown. So does what else writes to the weights,
-    such as a state dict that is loaded, but not what writes to their ``data``. Until the first
-    step, every forward makes them anew: weights may change in a way that shows nowhere.
+    A step of any of torch's optimizers makes them unknown, and so does a state dict that is loaded.
+    Until the first step, every forward makes them anew: weights may change in a way that shows
+    nowhere. Version counters do not tell: foreach steps change none, and a write by one rank alone
+    would leave that rank alone in the all-reduce.
     """
 
     def __init__(self, linears: Sequence[GatheredFloat8Linear]) -> None:
         self._linears = linears
         self._weights: list[Any] = [linear.weight for linear in linears]  # sharded
         self._knows_steps = False
-        self._versions: list[int] = []  # a fused step changes none
         # A model may end before the process does, and its hook with it.
         forget = weakref.WeakMethod(self._forget)
 
@@ -167,11 +173,8 @@ class Float8Scales:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def __call__(self, *_: Any) -> None:
-        versions = [weight._version for weight in self._weights]
-        is_known = self._knows_steps and versions == self._versions
-        if not is_known or any(linear.weight_scale is None for linear in self._linears):
+        if not self._knows_steps or any(linear.weight_scale is None for linear in self._linears):
             self.make()
-        self._versions = versions
 
     def _forget(self) -> None:
         self._knows_steps = True

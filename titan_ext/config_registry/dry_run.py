@@ -213,12 +213,12 @@ class DryRun:
         return words
 
     def _elsewhere(
-        self, file: Path, rank: int, out: Path, *options: str
+        self, file: Path, rank: int, out: Path
     ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
         """A dry run of ``file`` with the options of this one, and its plan, if it got so far."""
         from titan_ext.run.record import dry_run_elsewhere, file_name
 
-        words = [*self._words("ranks", "memory", *_MODEL, *options), "--rank", str(rank)]
+        words = [*self._words("ranks", "memory", *_MODEL, "verbose"), "--rank", str(rank)]
         done = dry_run_elsewhere(file, [*words, *(["--out", str(out)] if self.memory else [])])
         is_planned = self.memory and done.returncode in (0, _DOES_NOT_FIT)
         return done, json.loads((out / file_name(rank)).read_text()) if is_planned else {}
@@ -229,9 +229,7 @@ class DryRun:
         stages = config.parallelism.pipeline_parallel_degree
         for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
             print(f"-- rank {rank}", flush=True)
-            done, plan = self._elsewhere(
-                folder / "config.toml", rank, self.out or folder, "verbose"
-            )
+            done, plan = self._elsewhere(folder / "config.toml", rank, self.out or folder)
             sys.stderr.write(done.stderr)
             print(done.stdout, end="", flush=True)
             if done.returncode not in (0, _DOES_NOT_FIT):

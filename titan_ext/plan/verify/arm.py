@@ -21,6 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
@@ -31,7 +32,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
-from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.tensors import Layout, local_tensor, plain_tensors
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -412,9 +413,12 @@ def _is_writer(dims: ParallelDims) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of a sharded one, without its graph; ranks call it together.
 
-    Plain, too: a shard that is whole already has the class in which FSDP gathers it in float8.
+    Plain, too: a shard that is whole already has the class in which FSDP gathers it in float8, and
+    one in NF4 is what it stands for.
     """
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor) and isinstance(inner := local_tensor(tensor), NF4Tensor):
+        tensor = Layout.of(tensor).wrap(inner.get_original_weight())
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     parts = plain_tensors(tensor)
     return parts[0] if len(parts) == 1 else tensor
