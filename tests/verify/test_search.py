@@ -1,5 +1,6 @@
 """The search that ``make search`` runs: what it draws, and how it makes a failure small."""
 
+import math
 import random
 import tomllib
 from pathlib import Path
@@ -24,6 +25,15 @@ def test_jobs_fit_their_ranks_and_cover_all_values():
         shards = int(job["ranks"]) // degrees["data_parallel_replicate_degree"]
         assert shards // degrees["pipeline_parallel_degree"] % expert == 0
         assert table["world_size"] == int(job["ranks"])
+        if job["accumulated"] == "2":
+            names = (
+                "tensor_parallel_degree",
+                "context_parallel_degree",
+                "pipeline_parallel_degree",
+            )
+            data_ranks = int(job["ranks"]) // math.prod(degrees[name] for name in names)
+            batches = table["training"]["local_batch_size"] * data_ranks
+            assert table["training"]["global_batch_size"] == 2 * batches
     drawn = {item for pair in covered for item in pair}
     assert {(key, value) for key, values in VALUES.items() for value in values} == drawn
 

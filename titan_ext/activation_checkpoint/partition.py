@@ -107,11 +107,11 @@ class Float8Partitioner(CustomPartitionerFn):
         compiler: str = "inductor",
         **kwargs: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        rounds = OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS)
-        _read_tags(gm.graph, rounds=rounds)
+        rounds_inputs = OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS)
+        _read_tags(gm.graph, rounds=rounds_inputs)
         if False in _annotations(gm.graph, _RECOMPUTE):
             _forget_checkpoints(gm.graph)
-        if OpPolicy.SAVE_FLOAT8 in _annotations(gm.graph, _INPUTS):
+        if rounds_inputs:
             _tag_inputs(gm.graph)
         forward, backward = min_cut_rematerialization_partition(
             gm, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, **kwargs

@@ -88,9 +88,9 @@ class GatheredFloat8Linear(_Float8Linear):
 
     Attributes:
         weight_scale: The weight's scale, if ``Float8Scales`` has made it. Who writes to weights
-            between steps sets it to None, on all ranks. Not the weight has it: on
-            ranks that it pads, FSDP2 makes another one in its first forward
-            (``reset_sharded_param`` in _fsdp_param.py), and all ranks have to know the same.
+            between steps sets it to None, on all ranks. Not the weight has it: on ranks that it
+            pads, FSDP2 makes another one in its first forward (``reset_sharded_param`` in
+            _fsdp_param.py), and all ranks have to know the same.
     """
 
     weight_scale: torch.Tensor | None = None

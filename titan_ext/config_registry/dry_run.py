@@ -26,7 +26,6 @@ from titan_ext.toml.files import extends_in, ranks_of, to_toml
 if TYPE_CHECKING:
     from titan_ext.config_registry.resolve import Resolved
 
-_Config = Annotated[str, tyro.conf.arg(metavar="CONFIG")]
 _MODEL = "imbalance", "machine", "stock"
 """Options that say of what a step is planned; other processes get them, too."""
 _MOST_RANKS = 2**20
@@ -42,7 +41,7 @@ class DryRun:
     is allocated, loaded or downloaded, no GPU is used, and nothing is written without --out.
     """
 
-    config: tyro.conf.Positional[_Config]
+    config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG")]]
     """The config to try."""
     ranks: int = 0
     """Number of the job's GPUs; by default the file's world_size."""
@@ -213,11 +212,12 @@ class DryRun:
         return words
 
     def _elsewhere(
-        self, file: Path, rank: int, out: Path
+        self, rank: int, folder: Path
     ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        """A dry run of ``file`` with the options of this one, and its plan, if it got so far."""
+        """This dry run for another rank, and its plan, if it got so far."""
         from titan_ext.run.record import dry_run_elsewhere, file_name
 
+        file, out = folder / "config.toml", self.out or folder
         words = [*self._words("ranks", "memory", *_MODEL, "verbose"), "--rank", str(rank)]
         done = dry_run_elsewhere(file, [*words, *(["--out", str(out)] if self.memory else [])])
         is_planned = self.memory and done.returncode in (0, _DOES_NOT_FIT)
@@ -229,7 +229,7 @@ class DryRun:
         stages = config.parallelism.pipeline_parallel_degree
         for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
             print(f"-- rank {rank}", flush=True)
-            done, plan = self._elsewhere(folder / "config.toml", rank, self.out or folder)
+            done, plan = self._elsewhere(rank, folder)
             sys.stderr.write(done.stderr)
             print(done.stdout, end="", flush=True)
             if done.returncode not in (0, _DOES_NOT_FIT):
