@@ -21,6 +21,7 @@ from benchmarks.exchanges import ARMS
 _JOB = ("deepseek_v3_16b", 8, ["--parallelism.expert_parallel_degree", "8"])
 _BLOCK = "layers.12"
 _ARMS = ("stock", "titan_ext", "halves")
+_PHASES = ("forward", "backward")
 _COLOURS = {
     "FORWARD": "#1f4e79",
     "RECOMPUTE": "#9dc3e6",
@@ -78,32 +79,43 @@ def print_spans(arm: str) -> None:
 def draw(spans: dict[str, list[dict[str, Any]]]) -> Figure:
     """Two columns, forward and backward; for each arm a line of computation and one of links."""
     figure = Figure(figsize=(11, 3.4), layout="constrained")
-    columns = figure.subplots(1, 2, sharey=True)
+    # A millisecond is as wide in both.
+    longest = {
+        phase: max(
+            stop - start for start, stop in (_ends(found, phase) for found in spans.values())
+        )
+        for phase in _PHASES
+    }
+    columns = figure.subplots(1, 2, sharey=True, width_ratios=longest.values())
     lines = [(arm, lane) for arm in spans for lane in ("computes", "sends")]
-    for axes, phase in zip(columns, ("forward", "backward"), strict=True):
-        longest = 0.0
+    for axes, phase in zip(columns, _PHASES, strict=True):
         for arm, found in spans.items():
             of_phase = [s for s in found if s["moment"].startswith(phase)]
-            begin = min(s["at"][0] for s in of_phase if s["queue"] == "compute")
-            end = max(s["at"][1] for s in of_phase if s["queue"] == "compute")
-            longest = max(longest, end - begin)
+            begin, end = _ends(found, phase)
             for span in of_phase:
                 lane = "computes" if span["queue"] == "compute" else "sends"
                 start, stop = (min(max(at, begin), end) - begin for at in span["at"])
                 y = lines.index((arm, lane))
                 axes.barh(y, stop - start, left=start, color=_COLOURS[span["part"]], height=0.8)
-        axes.set_xlim(0, longest)
+        axes.set_xlim(0, 1.02 * longest[phase])
         axes.set_xlabel(f"ms, {phase}" + (" with recompute" if phase == "backward" else ""))
         axes.spines[["top", "right"]].set_visible(False)
     columns[0].set_yticks(range(len(lines)), [f"{arm} {lane}" for arm, lane in lines])
     columns[0].invert_yaxis()
-    columns[0].set_title("One MoE block of DeepSeek-V3 16B on 8 GPUs, planned", loc="left")
+    job = "One MoE block of DeepSeek-V3 16B on 8 H100, EP 8, 4 x 4096 tokens a GPU: planned"
+    figure.suptitle(job, x=0.01, ha="left", fontsize="medium")
     patches = [
         Patch(color=colour, label=_WORDS.get(part, part.lower()))
         for part, colour in _COLOURS.items()
     ]
     figure.legend(handles=patches, loc="outside lower center", ncols=6, frameon=False)
     return figure
+
+
+def _ends(found: list[dict[str, Any]], phase: str) -> tuple[float, float]:
+    """When the computation of a phase begins and ends."""
+    computed = [x for x in found if x["moment"].startswith(phase) and x["queue"] == "compute"]
+    return min(x["at"][0] for x in computed), max(x["at"][1] for x in computed)
 
 
 def main() -> None:

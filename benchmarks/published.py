@@ -346,8 +346,10 @@ def draw(rows: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[st
         "reserved": "memory reserved, planned over published",
         "tokens": "tokens/s a GPU, planned over published",
     }
-    figure = Figure(figsize=(16, 8), layout="constrained")
-    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+    heights = [len(planned[key]) for key in titles]
+    figure = Figure(figsize=(11, 2 + 0.26 * sum(heights)), layout="constrained")
+    panels = figure.subplots(2, height_ratios=heights)
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
         names = list(planned[key])
         for at, name in enumerate(names):
             ratio = planned[key][name] / rows[name][key]
@@ -358,16 +360,16 @@ def draw(rows: Mapping[str, Mapping[str, Any]], planned: Mapping[str, Mapping[st
             )
         axes.axvline(0, color="grey", linewidth=1)
         labels = [f"{name}  {rows[name]['job']}" for name in names]
-        axes.set_yticks(range(len(names)), labels, fontsize=7)
+        axes.set_yticks(range(len(names)), labels, fontsize=9)
         axes.invert_yaxis()
         axes.xaxis.set_major_formatter(PercentFormatter(1.0))
         axes.grid(axis="x", alpha=0.3)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(title, loc="left")
     for colour, label in (("#1f4e79", "eager blocks"), ("#ed7d31", "compiled blocks")):
         figure.axes[1].plot([], [], "o", color=colour, label=label)
     figure.legend(loc="outside upper center", ncols=2, frameon=False)
     figure.supxlabel(
-        "off by; a bar is the plan's error, and crosses 0 where that covers it", size=10
+        "off by; a line is the plan's error, and crosses 0 where that covers it", size="medium"
     )
     return figure
 

@@ -394,7 +394,9 @@ def draw(results: Sequence[Mapping[str, Any]]) -> Any:
     columns = len({result["mbit"] for result in results})
     lines = -(-len(results) // columns)
     figure = Figure(figsize=(1 + 5.5 * columns, 0.5 + 3.5 * lines), layout="constrained")
-    panels = figure.subplots(lines, columns, squeeze=False).flat
+    panels = [*figure.subplots(lines, columns, squeeze=False).flat]
+    for axes in panels[len(results) :]:
+        axes.set_axis_off()
     for axes, result in zip(panels, results, strict=False):
         arms = result["arms"]
         least, middle, most = zip(*(row["of stock"] for row in arms.values()), strict=True)

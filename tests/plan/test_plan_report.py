@@ -74,14 +74,19 @@ def test_a_timed_plan_has_its_milliseconds():
 
 @pytest.mark.parametrize(("memory", "drawn"), [(60, True), (201, False)])
 def test_a_picture_has_the_peak_and_a_limit_that_is_near(memory: int, drawn: bool):
-    (axes,) = draw(_plan(memory)).axes
+    config = {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 3}
+    config |= {"training.seq_len": 256, "activation_checkpoint.policy": "fp8"}
+    (axes,) = draw(_plan(memory, config)).axes
     labels = axes.get_legend_handles_labels()[1]
+    *bars_of_kinds, error = axes.containers
     tops = [
         max(bar.get_y() + bar.get_height() for bar in bars) * 2**30
-        for bars in zip(*axes.containers, strict=True)
+        for bars in zip(*bars_of_kinds, strict=True)
     ]
     assert tops == pytest.approx([phase.nbytes for phase in PHASES])
     assert any(label.startswith("memory: ") for label in labels) == drawn
+    assert error.has_yerr
+    assert "on 4 ranks, EP 2, 3 x 256 tokens a rank, checkpointing fp8" in axes.get_title("left")
 
 
 def _write_plan(run: Run, folder: Path) -> None:

@@ -479,7 +479,7 @@ def test_a_signal_gives_the_best_so_far(
     assert out.startswith("stopped: the best so far")
     assert search.winner is None
     assert f"{search.best.planned.time.expected_tokens_per_second:,.0f}" in out.splitlines()[2]
-    assert (folder / "found" / "tuned.toml").is_file()
+    assert {path.name for path in (folder / "found").iterdir()} == {"tuned.json", "tuned.toml"}
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -737,14 +737,12 @@ def test_the_file_says_what_each_change_saves(folder: Path, config: Loader):
     assert ms > 0
 
 
-def test_figures(folder: Path):
+def test_figures():
     search = _search()
-    tuned.write(search, folder, "mine", "a job")
-    found = json.loads((folder / "mine.json").read_text())
+    found = json.loads(json.dumps(tuned.to_json(search)))
     assert len(found["tried"]) == len(search.tried)
     expected = [x["expected_ms"] for x in found["tried"] if x.get("fits")]
     assert found["best"]["expected_ms"] == min(expected)
-    assert (folder / "mine.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -764,7 +762,7 @@ def test_the_command_from_end_to_end(folder: Path):
     )
     assert (done.code, done.error) == (0, "")
     files = sorted(path.name for path in (folder / "my").iterdir())
-    assert files == ["tuned.json", "tuned.png", "tuned.toml"]
+    assert files == ["tuned.json", "tuned.toml"]
     found = json.loads((folder / "my" / "tuned.json").read_text())
     assert found["best"]["fits"]
     assert found["best"]["is_whole"]

@@ -295,7 +295,7 @@ def test_muon_from_a_file(config: Loader):
     """The matrix trains with this pattern (tests.helpers.muon)."""
     import torch
 
-    ours = config(_TOML["docs/lora.md", 3])
+    ours = config(_TOML["docs/lora.md", 2])
     assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
     assert ours.model_spec is not None
     with torch.device("meta"):

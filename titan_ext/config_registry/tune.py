@@ -5,6 +5,7 @@ The search itself is ``plan.search``. Nothing here imports torch before the comm
 """
 
 import gc
+import json
 import os
 import signal
 import tempfile
@@ -52,8 +53,8 @@ class Tune:
     host_memory: str = ""
     """Memory of a node, such as 1TiB, for activations that wait there; by default none do."""
     out: Path | None = None
-    """Folder for what is found: tuned.toml, which extends yours, and tuned.json and a picture of
-    all that was tried."""
+    """Folder for what is found: tuned.toml, which extends yours, and tuned.json with all that was
+    tried."""
     rank: int = 0
     """The rank to plan."""
     imbalance: float = 1.0
@@ -181,8 +182,7 @@ class Tune:
         about = f"titan_ext tune {self.config} --ranks {self.ranks} --machine {self.machine}"
         about += f" --memory {self.memory}{' --exact' if self.exact else ''}"
         file.write_text("\n".join(tuned.file_lines(search, extends, given, about)) + "\n")
-        title = f"{self.config} on {self.ranks} {self.machine}, {self.memory} each"
-        tuned.write(search, self.out, file.stem, title)
-        picture = file.with_suffix(".png")
-        print(f"\n{file} extends {extends}; {picture} has all that was tried")
+        figures = file.with_suffix(".json")
+        figures.write_text(json.dumps(tuned.to_json(search), indent=1) + "\n")
+        print(f"\n{file} extends {extends}; {figures} has all that was tried")
         print(f"titan_ext verify {file} proves its numbers")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.base.titan.batch import LOCAL_BATCH, SEQUENCE
 from titan_ext.plan.live import MemoryKind, Peak
-from titan_ext.plan.memory import MemoryPlan
+from titan_ext.plan.memory import BANDS, JobClass, MemoryPlan
 from titan_ext.plan.time import StepTime
 from titan_ext.run.record import as_json, file_name, versions
 
@@ -112,10 +113,12 @@ def draw(plan: Mapping[str, Any]) -> Any:
     top, limit = peak["sum"] / _GIB, plan["memory"] / _GIB
     if limit <= _LIMIT_IN_SIGHT * top:
         usable = limit - max(plan["allowance"], 0) / _GIB
-        label = f"reserved beside, context: {limit - usable:.2f} GiB"
+        label = f"allocator's reserve, CUDA context: {limit - usable:.2f} GiB"
         axes.axhspan(usable, limit, facecolor="none", edgecolor="grey", hatch="//", label=label)
         axes.axhline(limit, color="black", lw=2, label=f"memory: {limit:.2f} GiB")
     highest = next(i for i, phase in enumerate(phases) if phase["sum"] == peak["sum"])
+    error = BANDS[JobClass(plan["class"])] * plan["reserved"] / _GIB
+    axes.errorbar(highest, top, error, color="black", capsize=3, label=f"error: {error:.2f} GiB")
     is_left = highest < len(phases) / 2
     axes.annotate(
         f"peak: {top:.2f} GiB, {peak['moment']}",
@@ -133,9 +136,15 @@ def draw(plan: Mapping[str, Any]) -> Any:
     axes.set_xlim(-0.5, len(phases) - 0.5)
     axes.set_ylim(0, max(1.2 * top, 1.05 * limit if limit <= _LIMIT_IN_SIGHT * top else 0))
     axes.set_ylabel("GiB, at the peak of each phase")
-    name = plan["config"].get("extends", "").rpartition(".")[2] or "a model"
-    job = f"One step of {name} on {plan['ranks']} ranks"
-    axes.set_title(f"{job}: {plan['verdict']}", loc="left", fontsize="medium")
+    config = plan["config"]
+    name = config.get("extends", "").rpartition(".")[2] or "a model"
+    job = (
+        f"One step of {name} on {plan['ranks']} ranks, EP "
+        f"{config['parallelism.expert_parallel_degree']}, {config[LOCAL_BATCH]} x "
+        f"{config[SEQUENCE]} tokens a rank, checkpointing "
+        f"{config['activation_checkpoint.policy']}: planned"
+    )
+    axes.set_title(f"{job}\n{plan['verdict']}", loc="left", fontsize="medium")
     axes.grid(axis="y", alpha=0.3)
     # The legend in the order in which the kinds lie on each other.
     axes.legend(reverse=True, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Output of ``titan_ext tune``: a table before and after, a file, figures, a picture, and words.
+"""Output of ``titan_ext tune``: a table before and after, a file, figures and words.
 
 Nothing here searches or plans. ``plan.search.Search`` has all candidates and their prices.
 """
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import format_bytes
@@ -142,50 +140,6 @@ def _candidate(one: Tried) -> dict[str, Any]:
         "step_ms": time.step_ms,
         "ms": {category.name.lower(): ms for category, ms in time.ms.items()},
     }
-
-
-def front(search: Search) -> list[Tried]:
-    """Candidates than which none is both smaller and faster, the smallest first."""
-    priced = [one for one in search.tried if one.plan is not None]
-    found: list[Tried] = []
-    for one in sorted(priced, key=lambda one: (_point(one)[0], -_point(one)[1])):
-        if not found or _point(one)[1] > _point(found[-1])[1]:
-            found.append(one)
-    return found
-
-
-def _point(one: Tried) -> tuple[float, float]:
-    """GiB at the peak, and tokens/s as expected."""
-    return one.planned.memory.peak.nbytes / _GIB, one.planned.time.expected_tokens_per_second
-
-
-def draw(search: Search, title: str) -> Any:
-    """A matplotlib figure: GiB at the peak and tokens/s of every candidate, with the front."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    priced = [one for one in search.tried if one.plan is not None]
-    for fits, colour, name in ((True, "#4f81bd", "fits"), (False, "#bfbfbf", "does not fit")):
-        points = [_point(one) for one in priced if one.fits is fits]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o", color=colour, ms=4, label=name)
-    line = zip(*map(_point, front(search)), strict=True)
-    axes.plot(*line, color="#1f4e79", lw=1, label="front: none is better in both")
-    for one, name, marker, size in ((search.own, "yours", "s", 8), (search.best, "tuned", "*", 14)):
-        at = _point(one)
-        axes.plot(*at, marker, color="#c00000", ms=size, label=f"{name}: expect {at[1]:,.0f}")
-    band = search.best.planned.time.band
-    axes.set(xlabel="GiB counted at the peak", ylabel=f"expect tokens/s a GPU{band}", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    return figure
-
-
-def write(search: Search, folder: Path, stem: str, title: str) -> None:
-    """``STEM.json`` and ``STEM.png`` in ``folder``."""
-    (folder / f"{stem}.json").write_text(json.dumps(to_json(search), indent=1) + "\n")
-    draw(search, title).savefig(folder / f"{stem}.png", dpi=100)
 
 
 def _why_not(plan: Plan) -> str:
