@@ -1,6 +1,5 @@
 """The saved-tensor store: what it holds, what it lets go, and what backward gets back."""
 
-import contextlib
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC, enable_fp8_activation_checkpointing
@@ -69,27 +67,17 @@ def live_storages(but: Iterable[int] = ()) -> dict[int, int]:
 # What backward gets.
 
 
-def test_what_backward_gets_is_the_quantised_tensor():
-    x = normal(16, N).requires_grad_()
-    store = SavedTensorStore()
-    with store.hooks():
-        y = x * x
-    y.sum().backward()
-    assert torch.equal(gradient(x), 2 * quantized(x.detach()))
-    assert store.memory_report.nbytes == 0, "freed by backward"
-
-
-def test_the_memory_report_and_the_ratio():
+def test_what_backward_gets_and_what_the_report_says():
     x = normal(16, N).requires_grad_()
     store = SavedTensorStore()
     with store.hooks("square"):
-        y = x.exp()
+        y = x * x
     (row,) = store.memory_report
     assert row == MemoryRow("square", "float8 e4m3", 1, 16 * (N + N // 128), 16 * N * 2)
-    assert store.memory_report.nbytes / store.memory_report.original_nbytes == 0.50390625
     assert "float8 e4m3, square" in str(store.memory_report)
-    del y
-    assert not store.memory_report
+    y.sum().backward()
+    assert torch.equal(gradient(x), 2 * quantized(x.detach()))
+    assert not store.memory_report, "freed by backward"
 
 
 # The report against the storages that are really there.
@@ -180,14 +168,6 @@ def test_an_expanded_view_costs_its_storage():
     back = store.unpack(entry)
     assert back.stride() == x.stride()
     assert torch.equal(back, quantized(base).unsqueeze(1).expand(64, 50, 128))
-
-
-def test_an_expanded_index_is_exact_and_costs_its_storage():
-    """The scatter index of an MoE layer: int64, expanded over the model dimension."""
-    store = SavedTensorStore()
-    entry = store.pack(torch.arange(100).unsqueeze(-1).expand(100, N))
-    assert rows(store)["exact: int64"].nbytes == 800
-    assert store.unpack(entry).shape == (100, N)
 
 
 def test_an_expanded_last_dimension_is_quantised_along_another():
@@ -331,31 +311,19 @@ def test_a_new_tensor_at_an_old_address_is_not_a_duplicate():
 # In-place changes.
 
 
-def test_in_place_after_save_raises_for_what_is_kept_by_reference():
-    x = normal(16, 64, dtype=torch.float32).requires_grad_()
-    y = x.exp()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as stock:
-        _mul_in_place_then_backward(x.exp())
+@pytest.mark.parametrize("is_dtensor", [False, True])
+def test_in_place_after_save_raises_for_what_is_kept_by_reference(is_dtensor: bool, one_rank: None):
+    x = normal(16, 64, dtype=torch.float32)
+    if is_dtensor:
+        x = DTensor.from_local(x, init_device_mesh("cpu", (1,)), [Shard(0)])
     store = SavedTensorStore()
     with store.hooks():
-        y = x.exp()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") as ours:
-        _mul_in_place_then_backward(y)
-    for detail in ("[torch.FloatTensor [16, 64]]", "is at version 1; expected version 0 instead"):
-        assert detail in str(ours.value)
-        assert detail.strip("[]").split("]")[0] in str(stock.value)
-
-
-def test_in_place_after_save_raises_for_parameters():
-    layer = nn.Linear(64, 64).bfloat16()
-    x = normal(8, 64).requires_grad_()
-    store = SavedTensorStore(modules=[layer])
-    with store.hooks():
-        y = layer(x)
-    with torch.no_grad():
-        layer.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+        y = x.requires_grad_().exp()
+    # As autograd says it.
+    why = r"modified by an inplace operation: .* is at version 1; expected version 0 instead"
+    for saved in (x.exp(), y):
+        with pytest.raises(RuntimeError, match=why):
+            _mul_in_place_then_backward(saved)
 
 
 def test_in_place_after_save_does_not_reach_float8():
@@ -435,34 +403,27 @@ class _Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [contextlib.nullcontext, _Operations, lambda: FlopCounterMode(display=False)],
-    ids=["no mode", "any mode", "FlopCounterMode"],
-)
-def test_one_kernel_each_way_under_any_mode(mode: Any, compiler: _Compiler):
+def test_one_kernel_each_way_under_a_dispatch_mode(compiler: _Compiler):
+    """A memory tracker, for example, sees one operation each way."""
     x = normal(16, N).requires_grad_()
     store = SavedTensorStore()
-    with mode() as active, store.hooks():
+    with _Operations() as active, store.hooks():
         x.exp().sum().backward()
     assert codec._warned == []
     assert (compiler.graphs, compiler.runs) == (2, 2)
     assert torch.equal(gradient(x), quantized(x.detach().exp()))
-    if isinstance(active, _Operations):
-        ours = [name for name in active.names if "float8" in name]
-        both = ["titan_ext.float8_quantize.default", "titan_ext.float8_dequantize.default"]
-        assert ours == both, "a memory tracker, for example, sees one operation each way"
+    ours = [name for name in active.names if "float8" in name]
+    assert ours == ["titan_ext.float8_quantize.default", "titan_ext.float8_dequantize.default"]
 
 
-@pytest.mark.parametrize("mode", ["selective", "no_recompute"])
 def test_one_kernel_for_every_tensor_of_a_block(
-    mode: Any, compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
+    compiler: _Compiler, monkeypatch: pytest.MonkeyPatch
 ):
     calls = []
     run = codec._compile_and_run
     monkeypatch.setattr(codec, "_compile_and_run", lambda *args: calls.append(1) or run(*args))
     model = debug_model(layers=2)
-    enable_fp8_activation_checkpointing(model, FP8AC.Config(mode=mode))
+    enable_fp8_activation_checkpointing(model, FP8AC.Config())
     h_BLD = normal(2, 64, 256).requires_grad_()
     for block in model.layers.values():
         h_BLD = block(h_BLD, None, None)
@@ -472,20 +433,15 @@ def test_one_kernel_for_every_tensor_of_a_block(
     assert compiler.graphs <= 6
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
-)
-def test_shapes_share_kernels(dtype: torch.dtype, compiler: _Compiler):
-    """A kernel each way for whole blocks, and one for each other width, dtype and row stride."""
+def test_shapes_share_kernels(compiler: _Compiler):
+    """A kernel each way for whole blocks, and one for each other width and row stride."""
     store = SavedTensorStore(policy=everything)
-    rows_and_widths = [(64, 128), (1, 128), (2, 4096), (64, 576), (1, 576), (9, 576), (80, 64)]
-    for shape in [*rows_and_widths, (0, 128)]:
-        for x in (normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)[:, 1:]):
-            entry = store.pack(x)
-            assert torch.equal(store.unpack(entry), quantized(x)), shape
+    whole = normal(64, 128), normal(1, 128), normal(2, 4096), normal(0, 128)
+    others = normal(64, 576), normal(9, 576), normal(64, 128)[:, 1:], normal(9, 128)[:, 1:]
+    for x in (*whole, *others):
+        assert torch.equal(store.unpack(store.pack(x)), quantized(x)), x.shape
     assert codec._warned == []
-    # Of 128 and wider, 576, 64, and slices of 127, 4095, 575 and 63; for one row those of 4 again.
-    assert compiler.graphs == 2 * (7 + 4)
+    assert compiler.graphs == 2 * (3 + 1)  # whole blocks, 576, slices of 127; one row apart
 
 
 @pytest.mark.slow
@@ -530,7 +486,7 @@ def test_an_eager_codec_says_why(
 
 @pytest.mark.parametrize(
     "x",
-    [normal(16, N), normal(N, 16).t(), normal(8, 300)[:, :200], normal(0, N), normal(2, 3, 7)],
+    [normal(N, 16).t(), normal(8, 300)[:, :200], normal(0, N)],
     ids=lambda x: str(tuple(x.shape)),
 )
 def test_fake_tensors_have_the_shapes_of_real_ones(compiler: _Compiler, x: torch.Tensor):
@@ -636,57 +592,24 @@ def test_a_collective_in_flight_is_waited_for(kind: str, one_rank: None):
     assert work.waits == 1
 
 
-@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=str)
-def test_dtensors(placement: Any, one_rank: None):
-    mesh = init_device_mesh("cpu", (1,))
-    local = normal(16, N)
-    x = DTensor.from_local(local, mesh, [placement]).requires_grad_()
-    store = SavedTensorStore()
-    with store.hooks():
-        y = x * x
-    assert rows(store)["float8 e4m3"] == MemoryRow("", "float8 e4m3", 1, 16 * (N + 16), 16 * N * 2)
-    y.sum().backward()
-    assert gradient(x).placements == (placement,)
-    assert torch.equal(gradient(x).to_local(), 2 * quantized(local))
-
-
-def test_a_transposed_dtensor_comes_back(one_rank: None):
-    mesh = init_device_mesh("cpu", (1,))
-    local = normal(N, 16).t()
-    x = DTensor.from_local(local, mesh, [Shard(0)])
-    store = SavedTensorStore(policy=everything)
-    back = store.unpack(store.pack(x))
-    assert isinstance(back, DTensor)
-    assert back.placements == x.placements
-    assert (back.to_local() - local).float().norm() < 0.03 * local.float().norm()
-
-
 def test_an_uneven_shard_comes_back_as_part_of_the_same_whole():
     """The last of three ranks of 8 rows has 2. The group is fake: nothing is ever sent."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=2, world_size=3)
     try:
         mesh = init_device_mesh("cpu", (3,))
-        local = normal(2, N)
-        x = DTensor.from_local(local, mesh, [Shard(0)], shape=torch.Size((8, N)), stride=(N, 1))
-        store = SavedTensorStore(policy=everything)
-        entry = store.pack(x)
-        back = store.unpack(entry)
-        assert isinstance(back, DTensor)
-        assert back.shape == (8, N)
-        assert torch.equal(back.to_local(), quantized(local))
-        assert store.memory_report.nbytes == 2 * (N + 16)
+        local = normal(N, 2).t()
+        whole: Any = {"shape": torch.Size((8, N)), "stride": (1, 8)}
+        x: Any = DTensor.from_local(local, mesh, [Shard(0)], **whole).requires_grad_()
+        store = SavedTensorStore()
+        with store.hooks():
+            y = x * x
+        assert store.memory_report.nbytes == 2 * N + 2 * N // 2
+        (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert isinstance(grad, DTensor)
+        assert (grad.shape, grad.placements) == (x.shape, x.placements)
+        assert torch.equal(grad.to_local(), 2 * quantized(local.t()).t())
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_in_place_after_save_raises_for_a_dtensor_kept_by_reference(one_rank: None):
-    mesh = init_device_mesh("cpu", (1,))
-    x = DTensor.from_local(normal(4, 64, dtype=torch.float32), mesh, [Shard(0)]).requires_grad_()
-    store = SavedTensorStore()
-    with store.hooks():
-        y = x.exp()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        _mul_in_place_then_backward(y)
 
 
 def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
