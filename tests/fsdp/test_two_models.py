@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.training import narrow_attention
 from titan_ext import api
 
 
@@ -35,6 +36,7 @@ def _train(seeds: list[int]) -> list[list[float]]:
         spec = model_registry("debugmodel")
         decoder: Any = spec.model
         decoder.layers = decoder.layers[:2]
+        narrow_attention(decoder)
         model, dims = api.build_decoder(spec, parallelism=parallelism)
         models.append((model, torch.optim.SGD(model.parameters(), lr=0.1), dims))
     losses: list[list[float]] = [[] for _ in models]

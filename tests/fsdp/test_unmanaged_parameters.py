@@ -1,115 +1,36 @@
 """Parameters that are not FSDP's like all others: replicated, ignored, or added late, refused."""
 
-import hashlib
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, make_config
+from tests.helpers.collectives import count
+from tests.helpers.training import Run, Runs, narrow_attention, observed
 
-REPLICATE = ("router", "norms", "layers.1.attention.wq")
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
-EXPERTS = Run(
-    world=2,
-    ep=2,
-    layers=2,
-    narrow=True,
-    parallelize="submodule",
-    steps=2,
-    accumulate=2,
-    max_norm=1e9,
-)
+EXPERTS = Run(world=2, ep=2, layers=2, parallelize="submodule", keep_gradients=True, max_norm=1e9)
+EXPERTS = replace(observed(EXPERTS), accumulate=2)
 REPLICAS = replace(EXPERTS, ep=1, dp_replicate=2, accumulate=1)
 
 
-@dataclass
-class Trained:
-    """What one rank has after training."""
-
-    state: dict[str, str]
-    """SHA-256 of each parameter and optimizer state, unsharded."""
-    norms: list[float]
-    replicated: list[str]
-    optimized: int
-
-
-def _train_rank(run: Run, folder: Path) -> Trained:
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torchtitan.components.checkpointer.utils import canonical_fqn
-
-    from titan_ext.base import no_accelerator
-
-    config = make_config(run, folder)
-    with no_accelerator.layout_independent_init():
-        trainer = config.build()
-    (model,) = trainer.model_parts
-    norms: list[float] = []
-    log = trainer.metrics_processor.log
-
-    def note_norm(step, loss, max_loss, grad_norm, **others) -> None:
-        norms.append(grad_norm)
-        log(step, loss, max_loss, grad_norm, **others)
-
-    trainer.metrics_processor.log = note_norm
-    trainer.train()
-
-    named = {canonical_fqn(name): param for name, param in model.named_parameters()}
-    names = {param: name for name, param in named.items()}
-    tensors: dict[str, Any] = dict(named)
-    for optimizer in trainer.optimizers.optimizers:
-        for param, state in optimizer.state.items():
-            tensors |= {f"{names[param]}.{key}": value for key, value in state.items()}
-    state = {}
-    for name in sorted(tensors):
-        value = tensors[name]
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        state[name] = hashlib.sha256(whole.detach().numpy().tobytes()).hexdigest()
-    result = Trained(
-        state=state,
-        norms=norms,
-        replicated=[
-            name
-            for name, param in named.items()
-            if not any(placement.is_shard() for placement in param.placements)
-        ],
-        optimized=sum(
-            len(group["params"])
-            for optimizer in trainer.optimizers.optimizers
-            for group in optimizer.param_groups
-        ),
-    )
-    trainer.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
-
-
-def _train(run: Run, folder: Path) -> list[Trained]:
-    return run_ranks(_train_rank, run.world, run, folder, log_folder=folder / "logs")
-
-
 @pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)
-def test_replicated_trains_as_sharded(run: Run, tmp_path: Path):
-    sharded = _train(run, tmp_path / "sharded")
-    replicating = replace(run, replicate=REPLICATE, reduce_scatter_buffers=2)
-    kept = _train(replicating, tmp_path / "kept")
-
-    for reference, replicated in zip(sharded, kept, strict=True):
-        assert reference.state == replicated.state == sharded[0].state
-        assert replicated.norms == pytest.approx(reference.norms, rel=1e-5)
-        assert reference.optimized == replicated.optimized
-        assert "layers.1.attention.wq.weight.exp_avg" in reference.state
-    if run.dp_replicate > 1:
-        return  # one copy each, whatever is kept
-    kinds = Counter(name.split(".")[-2] for name in kept[0].replicated)
-    assert kinds["gate"] == kinds["wq"] == 1
-    assert kinds["attention_norm"] == kinds["ffn_norm"] == kinds["kv_norm"] == 2
-    assert sharded[0].replicated == []
+def test_replicated_trains_as_sharded(run: Run, runs: Runs):
+    """The second step's gradients tell of parameters and optimizer states after the first."""
+    names = ("router", "norms", "layers.1.attention.wq")
+    kept = runs.get(replace(run, replicate=names, reduce_scatter_buffers=2))
+    sharded = runs.get(run)
+    assert kept.losses == sharded.losses
+    assert kept.grad_norms == pytest.approx(sharded.grad_norms, rel=1e-5)
+    gradients = kept.ranks[0].gradients
+    assert gradients.keys() == sharded.ranks[0].gradients.keys()
+    for name, gradient in sharded.ranks[0].gradients.items():
+        assert np.array_equal(gradients[name], gradient), name
+    ours, its = (count(result.ranks[0].collectives) for result in (kept, sharded))
+    assert ours["all_reduce"] > its["all_reduce"]
 
 
 def _own_loop(folder: Path) -> dict[str, Any]:
@@ -128,8 +49,11 @@ def _own_loop(folder: Path) -> dict[str, Any]:
     torch.manual_seed(42)
     training = TrainingConfig(mixed_precision_param="float32")
     ignored = "layers.1.attention_norm"
+    spec: Any = model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:2]
+    narrow_attention(spec.model)
     built, parallel_dims = api.build_decoder(
-        model_registry("debugmodel"),
+        spec,
         parallelism=api.ParallelismConfig(fsdp_wrap="submodule"),
         training=training,
         ignored=(ignored,),

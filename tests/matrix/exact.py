@@ -148,8 +148,6 @@ RUNS: list[Run] = [
 FAST: list[Run] = [
     _row(run)
     for run in (
-        Run(world=1, parallelize="submodule"),
-        Run(world=2, ep=2, parallelize="block"),
         Run(world=2, ep=2, parallelize="submodule"),
         Run(world=4, ep=2, parallelize="submodule"),
         EXPERTS_TUNED,
