@@ -17,7 +17,6 @@ from torchtitan.protocols import BaseModel
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import degrees, titan_config
-from titan_ext.base import no_accelerator
 from titan_ext.base.op_cost import Nodes
 from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
@@ -76,60 +75,6 @@ def test_refuses_a_model_by_name():
     spec = dataclasses.replace(spec, name="flux", model=BaseModel.Config())
     with pytest.raises(ValueError, match=r"does not serve the model 'flux': its config is"):
         extend_model_spec(spec)
-
-
-_SPLITS = {
-    "uneven": [[2, 1], [3, 4]],
-    "a rank that receives nothing": [[0, 2], [0, 3]],
-    "a rank that sends nothing": [[0, 0], [5, 0]],
-}
-"""Rows that each rank sends to each."""
-
-
-def _exchange() -> list[list[dict[str, Any]]]:
-    """Dispatch and combine exchanges of distinct rows, forward and backward: ours and Titan's."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
-
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-
-    def exchanged(kind: Any, splits: list[list[int]]) -> dict[str, Any]:
-        dispatcher = kind.Config(num_experts=2 * world, top_k=1).build()
-        dispatcher.ep_mesh = mesh
-        sent, received = splits[rank], [row[rank] for row in splits]
-        rows_ND = (100.0 * rank + torch.arange(3.0 * sum(sent)).view(-1, 3)).requires_grad_()
-        counts_E = torch.arange(2 * world) + 10 * rank
-        with set_current_spmd_mesh(mesh), no_accelerator.list_all_to_all():
-            pg = mesh.get_group()
-            counts = dispatcher._token_count_exchange(counts_E, pg, world)
-            there_RD = dispatcher._dispatch_token_exchange(rows_ND, pg, received, sent)
-            back_ND = dispatcher._combine_token_exchange(there_RD * 2, pg, sent, received)
-            (back_ND * torch.arange(3.0)).sum().backward()
-        assert rows_ND.grad is not None
-        return {
-            "counts": (counts + 0).tolist(),
-            "there": (there_RD + 0).tolist(),
-            "back": (back_ND + 0).tolist(),
-            "grad": rows_ND.grad.tolist(),
-        }
-
-    kinds = FunctionalAllToAllTokenDispatcher, AllToAllTokenDispatcher
-    found = [[exchanged(kind, splits) for splits in _SPLITS.values()] for kind in kinds]
-    dist.destroy_process_group()
-    return found
-
-
-def test_exchanges_what_titan_exchanges(tmp_path: Path):
-    for rank, (ours, titans) in enumerate(run_ranks(_exchange, 2, log_folder=tmp_path)):
-        for name, mine, its in zip(_SPLITS, ours, titans, strict=True):
-            assert mine == its, name
-            assert len(mine["there"]) == sum(row[rank] for row in _SPLITS[name]), name
 
 
 def _moe_layers(cases: list[tuple[bool, bool]]) -> list[dict[str, Any]]:

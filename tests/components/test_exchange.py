@@ -1,6 +1,5 @@
 """Tokens travel in float8: what arrives, bytes on the wire, codec calls, and what is refused."""
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,51 +81,36 @@ def test_to_store_what_arrived_rounds_nothing():
     assert torch.equal(store.unpack(entry), arrived)
 
 
-_KINDS = [
-    ("none", "expert"),
-    ("fp8", "node"),
-    ("fp8", "expert"),
-]
-
-
-def _planned(ac: str, rows: str, runs: Runs) -> tuple[PlannedStep, PlannedStep]:
-    """In float8, and plain."""
-    exact = [replace(PLANNED, ac=ac, exchange_rows=rows) for ac, rows in _KINDS]
-    steps = runs.planned(*map(_float8, exact), *exact)
-    place = _KINDS.index((ac, rows))
-    return steps[place], steps[len(exact) + place]
-
-
 def _tokens(step: PlannedStep, in_backward: bool) -> list[int]:
     """Bytes of the exchanges of tokens."""
     exchanges = (e for e in step.collectives if e.kind == "all_to_all" and e.nbytes > _COUNTS)
     return [e.nbytes for e in exchanges if e.in_backward == in_backward]
 
 
-def test_bytes_on_the_wire(runs: Runs):
-    """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not."""
-    steps = _planned("fp8", "expert", runs)
+def _codec_calls(step: PlannedStep) -> tuple[int, int]:
+    return step.operations[_QUANTIZE], step.operations[_DEQUANTIZE]
+
+
+def test_bytes_on_the_wire_and_codec_calls(runs: Runs):
+    """Tokens and gradients of what comes back are packed; experts' outputs and tokens' are not.
+
+    A layer packs and unpacks both: 2 calls each way. What a store would quantize of it comes in
+    float8 and stays so, and no recompute packs again.
+    """
+    none, fp8 = (replace(PLANNED, ac=ac) for ac in ("none", "fp8"))
+    of_node = replace(fp8, exchange_rows="node")
+    runs_in_float8 = map(_float8, (none, fp8, of_node))
+    sends_none, sends, of_two_hops, plain = runs.planned(*runs_in_float8, fp8)
     for in_backward in (False, True):
-        ours, its = (_tokens(step, in_backward) for step in steps)
+        ours, its = (_tokens(step, in_backward) for step in (sends, plain))
         assert len(ours) == len(its) > 0
         # A packed row is 256 values, 2 scales and 14 zeros, a plain one 512 bytes; one of two.
         assert 0.76 < sum(ours) / sum(its) < 0.77
-
-
-def _codec_calls(operations: Counter[str]) -> tuple[int, int]:
-    return operations[_QUANTIZE], operations[_DEQUANTIZE]
-
-
-@pytest.mark.parametrize(("ac", "rows"), _KINDS)
-def test_codec_calls(ac: str, rows: str, runs: Runs):
-    """A layer packs and unpacks its tokens, and gradients of what comes back: 2 calls each way.
-
-    What a store would quantize of it comes in float8 and stays so, and no recompute packs again.
-    """
-    ours, its = (_codec_calls(step.operations) for step in _planned(ac, rows, runs))
-    stored = 0 if ac == "none" else 1
-    assert ours[0] - its[0] == 2 - stored
-    assert ours[1] - its[1] == 2
+    assert _codec_calls(sends_none) == (2, 2)
+    # Alone the store makes 8 calls each way, and 7 with rows of nodes.
+    assert _codec_calls(plain) == (8, 8)
+    assert _codec_calls(sends) == (8 + 2 - 1, 8 + 2)
+    assert _codec_calls(of_two_hops) == (7 + 2 - 1, 7 + 2)
 
 
 def test_gradients_are_close(runs: Runs):

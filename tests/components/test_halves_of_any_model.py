@@ -321,39 +321,37 @@ def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
     return {"loss": loss.item(), "grads": grads, "calls": calls}
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Together], list[Any]]:
-    @functools.cache
-    def judge(together: Together) -> list[Any]:
-        folder = tmp_path_factory.mktemp("halves")
-        return run_ranks(_judge, 2, together, folder, log_folder=folder)
-
-    return judge
+def _is_slow(together: Together) -> bool:
+    _, backend, compiles = together
+    return compiles or backend == DTENSOR
 
 
 @pytest.mark.parametrize(
-    "name",
+    "together",
     [
-        pytest.param(
-            name, marks=[pytest.mark.slow] if case.compiles or case.run.backend == DTENSOR else []
-        )
-        for name, case in CASES.items()
+        pytest.param(together, marks=[pytest.mark.slow] * _is_slow(together))
+        for together in dict.fromkeys(map(_together, CASES.values()))
     ],
+    ids=str,
 )
-def test_halves_compute_what_the_whole_does(name: str, judged: Callable[..., list[Any]]):
-    for of_rank in judged(_together(CASES[name])):
-        arms = of_rank[name]
-        if CASES[name].says:
-            assert CASES[name].says in arms["halves"]["error"]
-            continue
-        assert [arm.get("error") for arm in arms.values()] == [None] * len(arms)
-        whole, *ahead, halves = arms.values()
-        assert [arm["loss"] for arm in ahead] == [whole["loss"]] * len(ahead)
-        assert halves["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-        twice = {key: n * (2 if key[0] else 1) for key, n in whole["calls"].items()}
-        assert halves["calls"] == twice
-        assert [arm["calls"] for arm in ahead] == [whole["calls"]] * len(ahead)
-        # Sums in another order, and of halves those of bf16 products.
-        for arm, most in (*((arm, 1e-5) for arm in ahead), (halves, 5e-3)):
-            assert [key for key, (off, norm) in arm["off"].items() if off > most * norm] == []
-            assert arm["off"].keys() == whole["off"].keys() != set()
+def test_halves_compute_what_the_whole_does(together: Together, tmp_path: Path):
+    for of_rank in run_ranks(_judge, 2, together, tmp_path, log_folder=tmp_path):
+        for name, arms in of_rank.items():
+            _compare(name, arms)
+
+
+def _compare(name: str, arms: dict[str, dict[str, Any]]) -> None:
+    if CASES[name].says:
+        assert CASES[name].says in arms["halves"]["error"], name
+        return
+    assert [arm.get("error") for arm in arms.values()] == [None] * len(arms), name
+    whole, *ahead, halves = arms.values()
+    assert [arm["loss"] for arm in ahead] == [whole["loss"]] * len(ahead), name
+    assert halves["loss"] == pytest.approx(whole["loss"], rel=1e-5), name
+    twice = {key: n * (2 if key[0] else 1) for key, n in whole["calls"].items()}
+    assert halves["calls"] == twice, name
+    assert [arm["calls"] for arm in ahead] == [whole["calls"]] * len(ahead), name
+    # Sums in another order, and of halves those of bf16 products.
+    for arm, most in (*((arm, 1e-5) for arm in ahead), (halves, 5e-3)):
+        assert [key for key, (off, norm) in arm["off"].items() if off > most * norm] == [], name
+        assert arm["off"].keys() == whole["off"].keys() != set(), name

@@ -1,133 +1,53 @@
 """Titan's LoRA: adapters train and agree, the rest stays frozen; unmanaged ones are refused."""
 
-import hashlib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from torchtitan.components.lora import LoRAConverter
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, make_config, state_hash, titan_config, train
-from titan_ext.activation_checkpoint import FP8AC
+from tests.helpers.training import Run, Runs, make_config, observed, titan_config
 from titan_ext.components.lora import wrong_targets
 from titan_ext.run.trainer import extend_config
 
-ADAPTERS = ("lora_a.weight", "lora_b.weight")
-SPMD = Run(world=2, ep=2, lora=8, layers=2, narrow=True, parallelize="submodule", steps=2)
-DTENSOR = replace(SPMD, backend="partial_dtensor")
+ADAPTERS = {
+    f"layers.{layer}.attention.{linear}.lora_{part}.weight"
+    for layer in range(2)
+    for linear in ("wq", "wo")
+    for part in "ab"
+}
+SPMD = observed(Run(world=2, ep=2, lora=8, layers=2, parallelize="submodule", keep_gradients=True))
 
 
-@dataclass
-class Adapted:
-    """What one rank has after training."""
-
-    state_hash: str
-    before: dict[str, str]
-    """SHA-256 of the rank's own part of each parameter, as it was initialised."""
-    after: dict[str, str]
-    trainable: list[str]
-    optimized: list[str]
-    gradients: dict[str, str]
-    """SHA-256 of the rank's own part of each gradient of the last step."""
-
-
-def _train_rank(run: Run, replicate: int, folder: Path) -> Adapted:
-    import torch.distributed as dist
-    from torchtitan.components.checkpointer.utils import canonical_fqn
-
-    from titan_ext.base import no_accelerator
-
-    config = make_config(run, folder)
-    config.parallelism.data_parallel_replicate_degree = replicate
-    with no_accelerator.layout_independent_init():
-        trainer = config.build()
-    (model,) = trainer.model_parts
-    named = {canonical_fqn(name): param for name, param in model.named_parameters()}
-    before = {name: _digest(param) for name, param in named.items()}
-    gradients = {}
-
-    def keep_gradients(*_) -> None:
-        gradients.update({n: _digest(p.grad) for n, p in named.items() if p.grad is not None})
-
-    trainer.optimizers.register_step_pre_hook(keep_gradients)
-    trainer.train()
-    names = {param: name for name, param in named.items()}
-    result = Adapted(
-        state_hash=state_hash(trainer),
-        before=before,
-        after={name: _digest(param) for name, param in named.items()},
-        trainable=[name for name, param in named.items() if param.requires_grad],
-        optimized=[
-            names[param]
-            for optimizer in trainer.optimizers.optimizers
-            for group in optimizer.param_groups
-            for param in group["params"]
-        ],
-        gradients=gradients,
-    )
-    trainer.close()
-    dist.barrier()
-    dist.destroy_process_group()
-    return result
-
-
-def _digest(tensor: Any) -> str:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return hashlib.sha256(local.detach().contiguous().numpy().tobytes()).hexdigest()
-
-
-def _train(run: Run, folder: Path, *, replicate: int = 1) -> list[Adapted]:
-    return run_ranks(_train_rank, run.world, run, replicate, folder, log_folder=folder / "logs")
-
-
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """State hashes of stock Titan where it keeps the base frozen."""
-    folder = tmp_path_factory.mktemp("stock")
-    return [rank.state_hash for rank in train(replace(DTENSOR, parallelize="stock"), folder).ranks]
+def test_only_adapters_train(runs: Runs):
+    """As in stock, which keeps the base frozen under partial_dtensor, but not under spmd_types."""
+    ours = runs.get(SPMD)
+    stock = runs.get(replace(SPMD, parallelize="stock", backend="partial_dtensor"))
+    assert ours.ranks[0].gradients.keys() == ADAPTERS
+    assert [rank.state_hash for rank in ours.ranks] == [rank.state_hash for rank in stock.ranks]
 
 
 @pytest.mark.parametrize(
-    "run",
-    [
-        SPMD,
-        pytest.param(DTENSOR, marks=pytest.mark.slow),
-        replace(SPMD, tp=2),
-        pytest.param(replace(DTENSOR, tp=2), marks=pytest.mark.slow),
-        pytest.param(replace(SPMD, ac=FP8AC.Config()), marks=pytest.mark.slow),
-    ],
+    ("layout", "same_batches"),
+    [({"tp": 2}, {"world": 1, "ep": 1}), ({"ep": 1, "dp_replicate": 2}, {})],
     ids=str,
 )
-def test_only_adapters_train(run: Run, stock: list[str], tmp_path: Path):
-    ranks = _train(run, tmp_path)
-    for rank in ranks:
-        adapters = {name for name in rank.before if name.endswith(ADAPTERS)}
-        assert len(adapters) == 2 * 2 * run.layers
-        assert set(rank.trainable) == set(rank.gradients) == adapters
-        assert sorted(rank.optimized) == sorted(adapters)
-        assert {name for name in rank.before if rank.before[name] != rank.after[name]} == adapters
-    if run in (SPMD, DTENSOR):
-        # Under spmd_types stock trains the whole model, so both are held against partial_dtensor.
-        assert [rank.state_hash for rank in ranks] == stock
-    if run.tp > 1:
-        _assert_ranks_agree(ranks, ("wq.lora_a.weight", "wo.lora_b.weight"), 2 * run.layers)
-
-
-def test_replicated_adapters_agree(tmp_path: Path):
-    run = replace(SPMD, ep=1)
-    _assert_ranks_agree(_train(run, tmp_path, replicate=2), ADAPTERS, 4 * run.layers)
-
-
-def _assert_ranks_agree(ranks: list[Adapted], replicated: tuple[str, ...], count: int) -> None:
-    first, second = (
-        {name: (grad, rank.after[name]) for name, grad in rank.gradients.items()} for rank in ranks
-    )
-    names = [name for name in first if name.endswith(replicated)]
-    assert len(names) == count
-    assert {name: first[name] for name in names} == {name: second[name] for name in names}
+def test_adapters_have_the_same_gradients_in_another_layout(
+    layout: dict[str, Any], same_batches: dict[str, Any], runs: Runs
+):
+    """Those that ranks hold whole are summed over them."""
+    ours, expected = (runs.get(replace(SPMD, **keys)) for keys in (layout, same_batches))
+    assert ours.ranks[0].grad_norms == ours.ranks[1].grad_norms
+    gradients = ours.ranks[0].gradients
+    assert gradients.keys() == ADAPTERS
+    for name, gradient in expected.ranks[0].gradients.items():
+        error = np.linalg.norm(gradients[name] - gradient) / np.linalg.norm(gradient)
+        # Of 0.06 after a step of Adam, which takes the sign of what is rounded otherwise.
+        assert error < 0.2, name
 
 
 @pytest.mark.parametrize("target_modules", [None, ["wkv_a", "wq"]])
