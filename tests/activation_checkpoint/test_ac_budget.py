@@ -84,7 +84,7 @@ def _is_right(nodes: tuple[Node, ...], chosen: tuple[OpPolicy, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_solution_is_the_best_of_all(seed: int):
     graph = BlockGraph(_some_nodes(seed), (), 0)
     prices = [
@@ -151,16 +151,22 @@ def test_the_best_with_a_host(seed: int):
 
 
 class Block:
-    """The debug model's MoE block, traced and run."""
+    """The debug model's MoE block, traced and run; with expert parallelism on this rank."""
 
-    def __init__(self) -> None:
-        self.run = BlockRun("debug", Layout(), 256)
+    def __init__(self, layout: Layout) -> None:
+        self.run = BlockRun("debug", layout, 256)
+        self.is_sharded = layout.ep > 1
         model = self.run.build(None, stock=False)
-        ((self.name, self.module),) = model.get_submodule("layers").named_children()
-        self.name = f"layers.{self.name}"
+        ((name, self.module),) = model.get_submodule("layers").named_children()
+        self.name = f"layers.{name}"
+        leaf = self.run.input_BLD.clone().requires_grad_()
         # At this size every kernel would take the same time: that of its launch.
-        with trace(self.module, replace(MACHINES["h100"], launch=1e-9)) as graphs:
-            self.run.forward(model, self.run.input_BLD.clone().requires_grad_())
+        rates = replace(MACHINES["h100"], launch=1e-9)
+        with self.run.context():
+            if self.is_sharded:
+                self.run.forward(model, leaf).backward()
+            with trace(self.module, rates) as graphs:
+                self.run.forward(model, leaf).backward()
         (self.graph,) = graphs
         self.kinds = [BlockKind(self.graph)]
         self.nbytes, self.gradients = self.measure(None)
@@ -169,15 +175,20 @@ class Block:
         """Bytes held after a real forward, and gradients."""
         model = self.run.build(config, stock=False)
         leaf = self.run.input_BLD.clone().requires_grad_()
-        kept = KeptBytes(model, self.name)
-        with kept:
-            loss = self.run.forward(model, leaf)
-        nbytes = kept_total(kept.classes())
-        loss.backward()
+        with self.run.context():
+            if self.is_sharded:  # FSDP makes its buffers
+                self.run.forward(model, leaf).backward()
+                model.zero_grad()
+                leaf.grad = None
+            kept = KeptBytes(model, self.name)
+            with kept:
+                loss = self.run.forward(model, leaf)
+            nbytes = kept_total(kept.classes())
+            loss.backward()
         found = {
             canonical_fqn(n): p.grad for n, p in [*model.named_parameters(), ("(input)", leaf)]
         }
-        return nbytes, {n: gradient for n, gradient in found.items() if gradient is not None}
+        return nbytes, {n: local_tensor(g) for n, g in found.items() if g is not None}
 
     def plan(self, **keys):
         return FP8AC.Config(**keys).policies_of(self.module, self.name)
@@ -190,7 +201,7 @@ class Block:
 
 @pytest.fixture(scope="module")
 def block() -> Block:
-    return Block()
+    return Block(Layout())
 
 
 def test_what_a_block_keeps_without_checkpointing(block):
@@ -203,7 +214,7 @@ def test_a_preset_is_priced_as_it_runs(block, preset):
     assert block.measure(FP8AC.Config(preset=preset))[0] == pytest.approx(nbytes, abs=CPU_STATE)
 
 
-@pytest.mark.parametrize("part", [0.06, 0.3, 0.8])
+@pytest.mark.parametrize("part", [0.06, 0.3])
 def test_the_real_block_keeps_what_was_solved_and_its_gradients_are_exact(block, part):
     budget = int(part * block.nbytes)
     config, solved = block.config(budget, float8=False)
@@ -248,50 +259,21 @@ def _order_of_exchanges(graph: BlockGraph) -> list[str]:
 def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[str], list[str]]:
     """A table solved from rank 0's block, its bytes solved and held there, how much slower the
     worst preset is than the best table for its bytes, the order of exchanges, wrong gradients."""
-    run = BlockRun("debug", Layout(ep=2), 256)
-
-    def measure(config) -> tuple[int, dict[str, torch.Tensor]]:
-        model = run.build(config, stock=False)
-        leaf = run.input_BLD.clone().requires_grad_()
-        with run.context():
-            run.forward(model, leaf).backward()  # FSDP makes its buffers
-            model.zero_grad()
-            leaf.grad = None
-            kept = KeptBytes(model, name)
-            with kept:
-                loss = run.forward(model, leaf)
-            nbytes = kept_total(kept.classes())
-            loss.backward()
-        found = {
-            canonical_fqn(n): p.grad for n, p in [*model.named_parameters(), ("(input)", leaf)]
-        }
-        return nbytes, {n: local_tensor(g) for n, g in found.items() if g is not None}
-
-    model = run.build(None, stock=False)
-    ((name, module),) = model.get_submodule("layers").named_children()
-    name = f"layers.{name}"
-    leaf = run.input_BLD.clone().requires_grad_()
-    with run.context():
-        run.forward(model, leaf).backward()
-        rates = replace(MACHINES["h100"], launch=1e-9)
-        with trace(module, rates) as graphs:
-            run.forward(model, leaf).backward()
-    (graph,) = graphs
-    found = solve([BlockKind(graph)], graph.none_nbytes // 3, float8=False)
+    block = Block(Layout(ep=2))
+    found = solve(block.kinds, block.graph.none_nbytes // 3, float8=False)
     slower = 0.0
-    for preset in ("memory", "balanced", "speed", "gemms"):
-        preset_plan = FP8AC.Config(preset=preset).policies_of(module, name)
-        held, ms = graph.price(graph.chosen_by(preset_plan))
-        slower = max(slower, ms / solve([BlockKind(graph)], held).ms)
-    plan = FP8AC.Config(preset="stock").policies_of(module, name)
-    tables = [table_of([BlockKind(graph)], found.chosen, [plan])]
+    for preset in ("memory", "gemms"):
+        held, ms = block.graph.price(block.graph.chosen_by(block.plan(preset=preset)))
+        slower = max(slower, ms / solve(block.kinds, held).ms)
+    tables = [table_of(block.kinds, found.chosen, [block.plan(preset="stock")])]
     dist.broadcast_object_list(tables)  # ranks have other tokens, but need one table
-    _, expected = measure(None)
-    nbytes, gradients = measure(FP8AC.Config(preset="stock", op_policies=tables[0]))
-    wrong = [n for n, gradient in gradients.items() if not torch.equal(gradient, expected[n])]
+    nbytes, gradients = block.measure(FP8AC.Config(preset="stock", op_policies=tables[0]))
+    wrong = [
+        n for n, gradient in gradients.items() if not torch.equal(gradient, block.gradients[n])
+    ]
     dist.barrier()
     dist.destroy_process_group()
-    order = _order_of_exchanges(graph)
+    order = _order_of_exchanges(block.graph)
     return tables[0], found.nbytes, nbytes, slower, order, wrong
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torchtitan.config.manager import ConfigManager
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
     SelectiveAC,
@@ -100,39 +99,26 @@ def stock() -> dict[str, torch.Tensor]:
     [
         {},
         {"attention": "recompute", "*": "save"},
-        {"input": "offload", "*": "offload"},
         {"*:aten.*": "save"},  # what can be kept is
     ],
     ids=str,
 )
 def test_exact_tables_over_the_stock_preset(table: dict[str, str], stock):
-    """Attention alone, and exact offload: nothing is in float8, and that is no error."""
+    """Attention alone: nothing is in float8, and that is no error."""
     ours = _gradients(Config(preset="stock", op_policies=table))
     assert all(torch.equal(stock[name], ours[name]) for name in stock)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Config(),
-        Config(preset="speed"),
-        Config(preset="balanced"),
-        Config(preset="gemms"),
-        Config(mode="no_recompute"),
-        Config(mode="full"),
-    ],
-    ids=lambda c: f"{c.mode}-{c.preset}",
-)
+_MODES = [Config(), Config(preset="gemms"), Config(mode="full"), Config(mode="no_recompute")]
+
+
+@pytest.mark.parametrize("config", _MODES, ids=lambda c: f"{c.mode}-{c.preset}")
 def test_gradients_point_where_those_of_bf16_do(config, stock):
     cosine, name = _worst(stock, _gradients(config))
     assert cosine >= 0.999, name
 
 
-@pytest.mark.parametrize(
-    "config",
-    [Config(), Config(preset="gemms"), Config(mode="full"), Config(mode="no_recompute")],
-    ids=lambda c: f"{c.mode}-{c.preset}",
-)
+@pytest.mark.parametrize("config", _MODES, ids=lambda c: f"{c.mode}-{c.preset}")
 def test_several_forwards_before_the_first_backward(config):
     """As under a pipeline, and a validation between: all state belongs to one forward."""
     apart, together = _gradients(config, 2), _gradients(config, 2, interleaved=True)
@@ -264,7 +250,8 @@ def test_grouped_query_attention_is_computed_again_from_an_exact_input():
 @pytest.mark.parametrize(
     "config",
     [
-        *(Config(preset=preset) for preset in ("memory", "speed", "stock")),
+        Config(),
+        Config(preset="stock"),
         Config(mode="full"),
         Config(op_policies={"*:aten.topk": "recompute"}),  # that is not for a user to decide
     ],
@@ -295,26 +282,23 @@ def _routing_with_a_gate_that_differs(model) -> tuple[torch.Tensor, torch.Tensor
     return forward, recompute
 
 
-def test_tokens_are_counted_as_titan_expects():
+def test_tokens_are_counted_and_parameters_called_as_titan_expects():
     """Titan halves the counts of blocks that say NO_REENTRANT."""
-    for mode, times in (("selective", 2), ("full", 2), ("no_recompute", 1)):
+
+    def built(config: ActivationCheckpointing.Config) -> Any:
         model = debug_model(layers=2)
-        Config(mode=mode).build(dump_folder="").apply(model)
+        config.build(dump_folder="").apply(model)
+        return model
+
+    names = [name for name, _ in built(SelectiveAC.Config()).named_parameters()]
+    for mode, times in (("selective", 2), ("full", 2), ("no_recompute", 1)):
+        model = built(Config(mode=mode))
+        assert [name for name, _ in model.named_parameters()] == names
         _forward(model, tokens()).backward()
         block = model.layers["1"]
         assert block.get_submodule("moe").get_buffer("tokens_per_expert_E").sum() == times * _ROUTED
         halves = getattr(block, "checkpoint_impl", None) is CheckpointImpl.NO_REENTRANT
         assert halves == (times == 2)
-
-
-def test_parameters_are_called_as_under_stock():
-    def names(config) -> list[str]:
-        model = debug_model(layers=2)
-        config.build(dump_folder="").apply(model)
-        return [name for name, _ in model.named_parameters()]
-
-    for mode in ("selective", "full", "no_recompute"):
-        assert names(Config(mode=mode)) == names(SelectiveAC.Config())
 
 
 def test_a_wrong_discard_shows_as_nan():
@@ -327,22 +311,6 @@ def test_a_wrong_discard_shows_as_nan():
     gradient = block.get_parameter("ffn_norm.weight").grad
     assert gradient is not None
     assert gradient.isnan().all()
-
-
-def _live_float8() -> list[torch.Tensor]:
-    gc.collect()
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
-    return [t for t in tensors if t.dtype == torch.float8_e4m3fn]
-
-
-def test_nothing_of_a_block_outlives_its_backward():
-    before = _live_float8()  # compiled graphs of other tests keep fake ones
-    model = debug_model(layers=2)
-    Config().build(dump_folder="").apply(model)
-    loss = _forward(model, tokens())
-    assert len(_live_float8()) > len(before)
-    loss.backward()
-    assert len(_live_float8()) == len(before)
 
 
 def test_nothing_in_float8_is_an_error():
@@ -456,9 +424,19 @@ def test_a_policy_that_decides_nothing_is_said(caplog):
     assert "moe:aten.mm:w9*" in said[0]
 
 
-def test_unknown_exempt():
-    with pytest.raises(ValueError, match=r"exempt: no module of the model is called 'layers\.7'"):
-        enable_fp8_activation_checkpointing(debug_model(layers=2), Config(exempt=["layers.7"]))
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (Config(exempt=["layers.7"]), r"exempt: no module of the model is called 'layers\.7'"),
+        (
+            Config(op_policies={"moe.shared_expert": "save"}),
+            r"no module of a block is called 'moe\.shared_expert'",
+        ),
+    ],
+)
+def test_unknown_names(config: Config, said: str):
+    with pytest.raises(ValueError, match=said):
+        enable_fp8_activation_checkpointing(debug_model(layers=2), config)
 
 
 def test_op_policies_by_the_name_in_the_model():
@@ -478,22 +456,6 @@ def test_op_policies_by_the_name_in_the_model():
     names = [name for name, _ in blocks["1"].named_modules()]
     first, second, third = (plan.key(names) for plan in plans)
     assert first == third != second
-
-
-def test_unknown_module():
-    with pytest.raises(ValueError, match=r"no module of a block is called 'moe\.shared_expert'"):
-        enable_fp8_activation_checkpointing(
-            debug_model(layers=2), Config(op_policies={"moe.shared_expert": "save"})
-        )
-
-
-def test_command_line():
-    line = (
-        "--module titan_ext --config deepseek_v3_debugmodel activation_checkpoint:fp8 "
-        "--activation_checkpoint.preset speed --activation_checkpoint.exempt layers.0,layers.1"
-    )
-    config: Any = ConfigManager().parse_args([str(word) for word in line.split()])
-    assert config.activation_checkpoint == Config(preset="speed", exempt=["layers.0", "layers.1"])
 
 
 def test_toml(tmp_path, monkeypatch):
@@ -551,12 +513,6 @@ def test_float8_linears_get_the_op_policies_of_bf16_linears(config):
     assert stored(_FLOAT8_LINEARS) == stored(())
 
 
-def test_float8_activations_cost_float8_linears_less_than_they_cost_themselves(stock):
-    linears = _gradients(SelectiveAC.Config(), converters=_FLOAT8_LINEARS)
-    both = _gradients(Config(preset="speed"), converters=_FLOAT8_LINEARS)
-    assert _worst(linears, both) > _worst(stock, linears)
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_choice_is_kept(choice: str):
     """The gradient of the table tells which rows were looked up, and nothing of float8."""
@@ -609,7 +565,8 @@ class _Region(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         options: Any = {"wrap_inductor_compiled_regions": True}
-        self._region = torch.compile(lambda x: (x.sin() * x).cumsum(-1), options=options)
+        # Products alone: Inductor has no kernel of its own to compile.
+        self._region = torch.compile(lambda x: x @ x.detach().t(), options=options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._region(x.transpose(0, 1)).transpose(0, 1)
@@ -641,7 +598,7 @@ def test_regions_that_inductor_compiles(config: Config) -> None:
     assert counters["stats"]["unique_graphs"] == 1
     if config.mode == "selective":
         (row,) = (row for row in report.stored if "inductor_compiled_code" in row.name)
-        assert (row.entries, row.nbytes) == (1, x.nbytes)
+        assert (row.entries, row.nbytes) == (1, 4 * 8 * 8)
     grads = [parameter.grad for parameter in block.parameters()]
     block.zero_grad()
     block(x).sum().backward()
