@@ -559,6 +559,91 @@ def test_a_choice_in_place_is_refused(choose: Callable[[torch.Tensor], torch.Ten
     measure_block(block, x_TD, config=Config(preset="stock"))
 
 
+class _Ends(nn.Module):
+    """A block with a function before its last linear."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(256, 256, bias=False) for _ in range(2))
+        self._function = function
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.last(self._function(nn.functional.silu(self.first(x_TD))))
+
+
+def _first_gradient(
+    function: Callable[[torch.Tensor], torch.Tensor], config: Config | None
+) -> torch.Tensor:
+    """The gradient of ``first`` with ``function`` after it; with None, without checkpointing."""
+    torch.manual_seed(3)
+    block = _Ends(function).bfloat16()
+    x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    if config is None:
+        block(x_TD).float().sum().backward()
+    else:
+        measure_block(block, x_TD, config=config)
+    assert block.first.weight.grad is not None
+    return block.first.weight.grad
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h / h.max(),
+        lambda h: h - h.amax(),
+        lambda h: h / torch.linalg.vector_norm(h, float("inf")),
+    ],
+)
+def test_a_result_that_its_derivative_looks_for_is_refused(function: Any):
+    """Among values that come from float8 it was not found, or in other places: cosine 0.7."""
+    modes: Any = "selective", "full", "no_recompute"
+    for config in (*(Config(mode=mode) for mode in modes), Config(preset="speed")):
+        with pytest.raises(ValueError, match="looks for its result among values that float8"):
+            _first_gradient(function, config)
+    plain = _first_gradient(function, None)
+    for config in (*(Config(mode=mode, exempt=["*"]) for mode in modes), Config(preset="stock")):
+        assert torch.equal(plain, _first_gradient(function, config))
+    _first_gradient(function, Config(op_policies={"*:aten.*": "recompute"}))
+    _first_gradient(lambda h: h / h.detach().max(), Config())
+
+
+def test_random_numbers_are_not_drawn_after_kept_ones():
+    """The recompute does not draw what is kept, and so would draw others from there on."""
+
+    def coins(h_TD: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(h_TD * torch.bernoulli(h_TD.sigmoid()), 0.3)
+
+    def noise(h_TD: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(h_TD * torch.rand_like(h_TD), 0.3)
+
+    keeps_noise = Config(preset="stock", op_policies={"*:aten.rand_like": "save"})
+    for function, config in ((coins, Config()), (coins, Config(mode="full")), (noise, keeps_noise)):
+        with pytest.raises(ValueError, match=r"draws random numbers after .*, which is kept"):
+            _first_gradient(function, config)
+    stock = Config(preset="stock")
+    for function in (coins, noise):
+        assert torch.equal(_first_gradient(function, None), _first_gradient(function, stock))
+    assert _cosine(_first_gradient(noise, None), _first_gradient(noise, Config())) > 0.99
+
+
+def test_a_hook_that_raises_leaves_no_trace():
+    """Before ours has run: torch then calls our hook after the forward alone."""
+    model, bad = debug_model(layers=2), [True]
+
+    def hook(*_: Any) -> None:
+        if bad:
+            raise ArithmeticError
+
+    FP8AC(Config()).apply(model)
+    wo = model.get_submodule("layers.1").get_submodule("_checkpoint_wrapped_module.attention.wo")
+    wo.register_forward_pre_hook(hook, prepend=True)
+    with pytest.raises(ArithmeticError):
+        _forward(model, tokens())
+    bad.clear()
+    _forward(model, tokens()).backward()
+    assert "attention.wo:aten.mm" in str(memory_report_of([model]).rows())
+
+
 class _Region(nn.Module):
     """A region that Inductor compiles, as Titan compiles FlexAttention on a GPU."""
 

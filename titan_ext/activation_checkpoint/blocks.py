@@ -35,7 +35,13 @@ from torchtitan.tools.logging import logger
 from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
-from titan_ext.activation_checkpoint.op_effects import is_mutable, must_write
+from titan_ext.activation_checkpoint.op_effects import (
+    draws,
+    is_mutable,
+    looks_up,
+    must_write,
+    op_name,
+)
 from titan_ext.activation_checkpoint.op_policies import (
     BlockPolicies,
     Resolver,
@@ -44,10 +50,18 @@ from titan_ext.activation_checkpoint.op_policies import (
 )
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
 from titan_ext.base.op_cost import count_flops
-from titan_ext.base.tensors import has_values, is_plain, may_wrap, storage_ids, storages_of
+from titan_ext.base.tensors import (
+    as_in_memory,
+    has_values,
+    is_plain,
+    local_tensor,
+    may_wrap,
+    storage_ids,
+    storages_of,
+)
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.offload import HostGroup, Offload
-from titan_ext.fp8.saved_tensors import StoredEntry
+from titan_ext.fp8.saved_tensors import StoredEntry, keep_exact
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -150,6 +164,8 @@ class _Call:
         self._location = _INPUT
         self._policy = self._resolver.resolve_input()
         self._arriving: dict[int, _Arriving] = {}
+        self._kept_draw: OpLocation | None = None
+        """What has drawn random numbers, and does not in the recompute."""
         self._locator.begin(with_operands=counting or owner.policies.names_operands)
 
     def contexts(self) -> tuple[Any, Any]:
@@ -187,6 +203,10 @@ class _Call:
                 policy = OpPolicy.RECOMPUTE
         self._policy = policy
         recompute = policy is OpPolicy.RECOMPUTE
+        if not recompute and draws(func, args, kwargs):
+            self._kept_draw = self._location
+        elif recompute and self._kept_draw is not None and draws(func, args, kwargs):
+            self._refuse_draw(op_name(func), self._kept_draw)
         if self._discards.discarded or is_mutable(func):
             self._discards.see(func, self._locator.module, args, kwargs, out, recomputed=recompute)
         if self._counting:
@@ -271,6 +291,14 @@ class _Call:
             "values in float8 it would choose others. Expected the operation out of place, or "
             f'op_policies."{self._location.module or ROOT}:{self._location.op}" = "recompute" if '
             "that does not matter."
+        )
+
+    def _refuse_draw(self, op: str, kept: OpLocation) -> None:
+        raise ValueError(
+            f"activation_checkpoint: {op} in {self._locator.module or ROOT} of "
+            f"{self._policies.name} draws random numbers after {kept}, which is kept. A recompute "
+            'that leaves one out draws others. Expected mode = "no_recompute", or op_policies.'
+            f'"{kept.module or ROOT}:{kept.op}" = "recompute".'
         )
 
     def _refuse_discard(self, location: OpLocation, reader: str) -> None:
@@ -489,6 +517,8 @@ class _SavedValues(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._policies.keeps_choice(func, args, kwargs or {}, out):
             _refuse_inner_checkpoint(0, str(func), self._policies.name)
+        if looks_up(func, args, out) and keep_exact(as_in_memory(local_tensor(args[0]))) is None:
+            self._policies.check_looked_up(self._locator.locate(func, args))
         if (
             func is torch.ops.aten._to_copy.default
             and is_plain(out)

@@ -69,6 +69,8 @@ class OpLocator:
         if self._block is not None:  # FSDP comes after checkpointing, and before the first forward
             hide_fsdp(self._block.modules())
             self._block = None
+        # A hook that raises before ours leaves them uneven: ``leave`` runs without ``enter``.
+        self._stacks, self._arguments = ([""], [""]), ([()], [()])
         self.left.clear()
         self._names.clear()
         self._storages.clear()

@@ -6,6 +6,7 @@ torch's derivatives.
 """
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -39,6 +40,15 @@ _STEPS = frozenset(
     """.split()  # noqa: SIM905  as above
 )
 """Operations that make floats of floats and jump: by name, or by overload where only that does."""
+_NORM = "aten.linalg_vector_norm"
+_LOOKED_UP = frozenset(
+    f"{name}.default"
+    for name in (
+        *("aten.amax", "aten.amin", "aten.aminmax", "aten.max", "aten.median", "aten.min"),
+        *("aten.nanmedian", _NORM),
+    )
+)
+"""Operations whose derivative may look for the result among what they were given."""
 _NO_CHOICE = ("attention", "attn", "aten.native_dropout", "aten.view", "deepep.", "hybridep.")
 """In the names of operations whose integers are random, counts of rows, or the same bytes."""
 
@@ -78,6 +88,37 @@ def _is_step(func: Any) -> bool:
 def _is_no_choice(func: Any) -> bool:
     name = op_name(func)
     return _makes_anew(func) or any(part in name for part in _NO_CHOICE)
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """True if an operation draws random numbers: attention does with dropout only."""
+    if not _may_draw(func):
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def looks_up(func: Any, args: Any, out: Any) -> bool:
+    """True if the derivative of an operation looks for its result among the values it has read.
+
+    It finds nothing, or others, where only one of both has been rounded (derivatives.yaml:
+    ``scale_grad_by_count``, ``evenly_distribute_backward``, ``linalg_vector_norm_backward``).
+    """
+    if not (may_look_up(func) and torch.is_grad_enabled() and makes_node(func, args, out)):
+        return False
+    return op_name(func) != _NORM or any(map(math.isinf, args[1:2]))  # of which order
+
+
+@functools.cache
+def may_look_up(func: Any) -> bool:
+    """True if the derivative of an operation may look for its result; see ``looks_up``."""
+    return str(func) in _LOOKED_UP
 
 
 def passes_values(func: Any, args: Any, out: Any) -> bool:

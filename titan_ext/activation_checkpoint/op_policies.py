@@ -17,10 +17,16 @@ import spmd_types as spmd
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_ext.activation_checkpoint.op_effects import chooses, op_name
+from titan_ext.activation_checkpoint.op_effects import (
+    chooses,
+    looks_up,
+    may_look_up,
+    op_name,
+)
 from titan_ext.activation_checkpoint.op_rules import (
     GROUPED_GEMMS,
     INPUT,
+    ROOT,
     OpLocation,
     OpPolicy,
     Rule,
@@ -138,6 +144,7 @@ class BlockPolicies:
             may_be_saved = (
                 op == "aten.topk"
                 or is_exchange(op)
+                or may_look_up(func)
                 or (self.recipe.base != "routing" and (is_expensive or op in self.stock_ops))
                 or any(
                     (is_expensive if rule.op == "*" else fnmatchcase(op, rule.op))
@@ -154,6 +161,26 @@ class BlockPolicies:
     def keeps_choice(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
         """True if an operation chooses by values that a recompute may see rounded."""
         return self.rounds and chooses(func, args, kwargs, out)
+
+    def check_looked_up(self, location: OpLocation) -> None:
+        """Check that float8 rounds nothing for an operation that ``looks_up``, or may do so.
+
+        Raises ValueError: derivatives would go to other values than those that the forward found.
+        """
+        is_asked_for = any(
+            rule.op != "*" and rule.policy is OpPolicy.RECOMPUTE
+            for rule in self.candidates(location).user_rules
+        )
+        is_exact = (
+            self.recipe.base == "autograd" and not self.module_policy(location.module)[0].is_float8
+        )
+        if not is_asked_for and not is_exact:
+            raise ValueError(
+                f"activation_checkpoint: the derivative of {location} of {self.name} looks for its "
+                "result among values that float8 may have rounded, and would find others. Expected "
+                f'{self.name} in activation_checkpoint.exempt, or op_policies."'
+                f'{location.module or ROOT}:{location.op}" = "recompute" if that does not matter.'
+            )
 
     def candidates(self, location: OpLocation) -> _Candidates:
         """The rules that match ``location``, occurrences apart; looked up once."""
@@ -234,6 +261,8 @@ class Resolver:
         Callers may skip operations for which ``BlockPolicies.fixed`` has an answer.
         """
         is_choice = self._policies.keeps_choice(func, args, kwargs, out)
+        if self._policies.rounds and looks_up(func, args, out):
+            self._policies.check_looked_up(location)
         if self._policies.recipe.base == "autograd":
             policy = self._policies.module_policy(location.module)[0]
             return policy.exact if is_choice else policy

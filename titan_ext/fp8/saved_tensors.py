@@ -354,7 +354,7 @@ class SavedTensorStore:
         # The size is asked first, since the wait costs the host time for every tensor.
         if _get_work_registry_size():
             torch.ops._c10d_functional.wait_tensor(local)
-        if local.numel() < SMALL:
+        if local.numel() < SMALL or local.is_neg() or local.is_conj():  # a copy has no such bits
             host = None
         storage = local.untyped_storage()._cdata
         dense = as_in_memory(local)
