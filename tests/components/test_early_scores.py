@@ -165,3 +165,14 @@ def test_where_it_cannot_be_it_is_refused():
         replace(config, activation_checkpoint=EARLY)
     with pytest.raises(ValueError, match="was not built for it"):
         measure_block(_block(early=False), torch.randn(B, L, D), None, None, config=EARLY)
+
+
+def test_a_hook_that_would_see_multiplied_outputs_is_refused():
+    block = _block(early=True)
+    experts = block.moe.routed_experts.inner_experts
+    experts.register_forward_pre_hook(lambda *_: None)  # sees what it would see in any case
+    x_BLD = torch.randn(B, L, D).bfloat16()
+    block(x_BLD, None, None)
+    experts.register_forward_hook(lambda module, args, out: out + 1)
+    with pytest.raises(ValueError, match="would see outputs that are multiplied by scores"):
+        block(x_BLD, None, None)

@@ -1,16 +1,33 @@
 """Two halves of a batch take turns at the exchanges of tokens: the same sums, the same FSDP."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn as nn
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import Collective, count
-from tests.helpers.training import Run, Runs, make_config, observed
+from tests.helpers.fp8_activations import debug_model
+from tests.helpers.training import Run, Runs, degrees, make_config, observed
+from titan_ext.base.thread_state import ThreadState
+from titan_ext.components import validate
+from titan_ext.components.overlap import (
+    _BlockInHalves,
+    _Masks,
+    _SharedExperts,
+    overlap_in_halves,
+    runs_in_halves,
+)
+from titan_ext.components.validate import Validator
+from titan_ext.run import trainer as run_trainer
 from titan_ext.run.trainer import Trainer
 
 PLAIN = observed(Run(world=2, ep=2, global_batch=8, layers=3))
@@ -94,3 +111,85 @@ def test_a_stage_without_experts_takes_part(runs: Runs):
 def test_there_is_nothing_to_overlap(run: Run, runs: Runs):
     run = replace(run, parallelize="submodule", traced_step=0)
     assert runs.get(_halves(run)).losses == runs.get(run).losses
+
+
+class _Block(nn.Module):
+    """Adds its positions to its tokens, and what ``finish`` makes of them is its output."""
+
+    def __init__(self, finish: Callable[[torch.Tensor], Any] = lambda out: out) -> None:
+        super().__init__()
+        self.linear, self._finish = nn.Linear(4, 4), finish
+
+    def forward(self, x_BLD: Any, masks: Any = None, positions: Any = None, gain: int = 1) -> Any:
+        return self._finish(gain * self.linear(x_BLD + positions.unsqueeze(-1)))
+
+
+def test_what_cannot_be_divided_or_joined_is_refused():
+    x_BLD = torch.randn(3, 5, 4)
+    for positions in (torch.arange(5.0).expand(3, -1), torch.arange(5.0).unsqueeze(0)):
+        block = _Block()
+        halves = _BlockInHalves("layers.0", block, _Masks(None))  # type: ignore[arg-type]
+        assert torch.equal(halves(x_BLD, None, positions), block(x_BLD, None, positions))
+    with pytest.raises(ValueError, match="is called with gain, which titan_ext cannot divide"):
+        halves(x_BLD, None, positions, gain=2)
+    pairs = _BlockInHalves("layers.0", _Block(lambda x: (x, 1)), _Masks(None))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="returns a tuple, which titan_ext cannot join"):
+        pairs(x_BLD, None, positions)
+
+
+def test_masks_that_the_model_did_not_make_are_refused():
+    """It makes those of half a batch, and a window of the caller's would be lost."""
+
+    def window(width: int) -> Callable[..., Any]:
+        return lambda b, h, q, k: q - k < width
+
+    def masks(width: int, rows: int) -> Any:
+        mask = create_block_mask(and_masks(window(width), window(9)), rows, None, 32, 32, "cpu")
+        return {"window": mask}
+
+    model: Any = SimpleNamespace(get_attention_masks=lambda positions: masks(5, len(positions)))
+    halves, positions = (slice(0, 2), slice(2, 4)), torch.arange(32).expand(4, -1)
+    for given in (masks(5, 4), masks(5, 4)):
+        made = _Masks(model)(given, positions, halves)
+        assert [mask["window"].shape[0] for mask in made] == [2, 2]
+    of_model = _Masks(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="this call has masks of another kind"):
+            of_model(masks(6, 4), positions, halves)
+
+
+def test_ranks_of_halves_get_as_many_sequences(monkeypatch: pytest.MonkeyPatch, one_rank: None):
+    """One with a single sequence and one with two would wait for each other."""
+    dims = degrees(dp_shard=1)
+    taken: list[bool] = []
+    config: Any = SimpleNamespace(
+        dataloader=SimpleNamespace(infinite=False),
+        training=SimpleNamespace(disable_cuda_graphs=True),
+    )
+    trainer: Any = Trainer.__new__(Trainer)
+    vars(trainer).update(config=config, parallel_dims=dims, gradient_accumulation_steps=1)
+    trainer.num_pipeline_parallel_microbatches = 1
+    for module in (run_trainer, validate):
+        monkeypatch.setattr(module, "together", lambda *_, alike: taken.append(alike) or ())
+    validator: Any = Validator.__new__(Validator)
+    loader = SimpleNamespace(infinite=False, build=lambda: [])
+    vars(validator).update(parallel_dims=dims, _data=loader)
+    for _ in range(2):
+        Trainer.batch_generator(trainer, [])
+        validator._batches()
+        if not runs_in_halves(dims):
+            no_blocks: Any = SimpleNamespace(layers={})
+            overlap_in_halves(no_blocks, dims)
+    assert taken == [False, False, True, True]
+
+
+def test_shared_experts_do_not_run_ahead_of_a_hook():
+    """They may read what a hook of the routed ones has set, and theirs may be read."""
+    for hooked in ("", "routed_experts", "shared_experts.w1"):
+        moe: Any = debug_model(layers=2).get_submodule("layers.1.moe")
+        ahead = _SharedExperts(moe)
+        if hooked:
+            moe.get_submodule(hooked).register_forward_hook(lambda *_: None)
+        ahead._called[0] = torch.randn(1, 8, 256).bfloat16(), ThreadState.read()
+        ahead.run_ahead()
+        assert bool(ahead._ahead) == (not hooked)

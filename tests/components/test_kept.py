@@ -109,5 +109,5 @@ def test_what_one_half_alone_sets_stays():
 def test_each_half_has_the_masks_of_its_own_positions():
     model: Any = SimpleNamespace(get_attention_masks=lambda positions: positions)
     halves = slice(0, 2), slice(2, 3)
-    first, second = _Masks(model)(object(), torch.arange(3), halves)
+    first, second = _Masks(model)(torch.arange(3), torch.arange(3), halves)
     assert (first.tolist(), second.tolist()) == ([0, 1], [2])

@@ -52,7 +52,6 @@ from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.discards import user_hook
 from titan_ext.activation_checkpoint.op_effects import op_name
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, Rule, join
@@ -62,6 +61,7 @@ from titan_ext.activation_checkpoint.partition import (
     annotation,
     compile_arguments,
 )
+from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import parts_in, plain_tensors
 from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
 

@@ -33,7 +33,6 @@ import torch
 import torch.nn as nn
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as nn_module
 
 from titan_ext.activation_checkpoint.op_effects import (
     READ_NO_VALUES,
@@ -45,6 +44,7 @@ from titan_ext.activation_checkpoint.op_effects import (
 )
 from titan_ext.activation_checkpoint.op_policies import is_exchange
 from titan_ext.activation_checkpoint.op_rules import OpLocation
+from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import (
     local_tensor,
     parts_in,
@@ -89,7 +89,6 @@ _UNREAD = "discarded"
 _NANS = 2**16
 """Most values of a stand-in: no more than a kernel's launch takes."""
 # Hooks defined in these packages do nothing that the other proofs do not see.
-_KNOWN_HOOKS = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
 
 class Discarded(StoredEntry):
@@ -396,25 +395,6 @@ def _custom_function(node: Any, known: tuple[str, ...]) -> str:
     if function is None or f"{function.__module__}.{function.__qualname__}".startswith(known):
         return ""
     return f"{function.__name__}, a custom autograd Function"
-
-
-def user_hook(module: nn.Module) -> str:
-    """A forward hook of the user's on ``module``, or on every module."""
-    for hooks in (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        nn_module._global_forward_hooks,
-        nn_module._global_forward_pre_hooks,
-    ):
-        for hook in hooks.values():
-            function: Any = hook
-            while isinstance(function, functools.partial):
-                function = function.func
-            package = getattr(function, "__module__", None) or type(function).__module__ or ""
-            if package.split(".")[0] not in _KNOWN_HOOKS:
-                name = getattr(function, "__qualname__", type(function).__qualname__)
-                return f"the forward hook {name} on a {type(module).__name__}"
-    return ""
 
 
 def _references(storage: int) -> int:

@@ -25,6 +25,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from titan_ext.base.hooks import user_hook
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 
 _KEY = "activation_checkpoint.score_before_last_gemm"
@@ -44,6 +45,11 @@ class EarlyScoreExperts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Do what Titan's does: tokens by expert ``(R, D)``, counts ``(E,)`` -> ``(R, D)``."""
+        if hook := user_hook(self, before=False):
+            raise ValueError(
+                f"{_KEY}: {hook} would see outputs that are multiplied by scores already. Expected "
+                "no such hook, or one on the routed experts around them."
+            )
         # Here, not beside the exchanges of tokens, which op_policies count by module.
         scores_R, order_R = self.send_scores()
         offsets_E = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)

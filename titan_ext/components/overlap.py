@@ -43,7 +43,7 @@ import contextvars
 import sys
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -56,10 +56,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 
+from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import in_backward
 from titan_ext.base.thread_state import ThreadState
 
 _HALVES = 'parallelism.overlap_exchanges = "halves"'
+_COUNTS = "_token_counts"
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _NONE = object()
 _PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
@@ -156,9 +158,9 @@ def overlap_in_halves(model: Decoder, parallel_dims: ParallelDims) -> None:
     # for them. The ranks that exchange tokens are neighbours. Every rank of the job takes part,
     # with a pipeline stage of dense blocks, too; once a job, for all chunks of a rank.
     made = vars(parallel_dims)
-    if "_token_counts" not in made:
-        made["_token_counts"], _ = dist.new_subgroups(parallel_dims.ep, group_desc="token_counts")
-    counts = made["_token_counts"]
+    if _COUNTS not in made:
+        made[_COUNTS], _ = dist.new_subgroups(parallel_dims.ep, group_desc="token_counts")
+    counts = made[_COUNTS]
     masks = _Masks(model)
     for name, block in model.layers.items():
         dispatchers: list[Any] = [
@@ -171,6 +173,14 @@ def overlap_in_halves(model: Decoder, parallel_dims: ParallelDims) -> None:
         if dispatchers:
             # On the instance: the block's hooks run once, around both halves, and no name changes.
             block.forward = _BlockInHalves(f"layers.{name}", block, masks)
+
+
+def runs_in_halves(parallel_dims: ParallelDims) -> bool:
+    """True for the degrees of a job whose MoE blocks run their batch as two halves.
+
+    A rank with a single sequence issues half of the exchanges, so all ranks need as many.
+    """
+    return _COUNTS in vars(parallel_dims)
 
 
 class _Masks:
@@ -190,9 +200,38 @@ class _Masks:
                     f"{_HALVES} needs the positions of tokens, from which the masks of half a "
                     "batch are made; this model was called without them."
                 )
-            self._of = masks
-            self._halves = tuple(self._model.get_attention_masks(positions[h]) for h in halves)
+            rows = halves[1].stop
+            of_half = [self._model.get_attention_masks(_part(positions, h, rows)) for h in halves]
+            if _kind(masks) != _kind(of_half[0]):
+                raise ValueError(
+                    f"{_HALVES} makes the masks of half a batch by get_attention_masks of "
+                    f"{type(self._model).__name__}, and this call has masks of another kind. "
+                    'Expected those of get_attention_masks, or "none".'
+                )
+            self._of, self._halves = masks, tuple(of_half)
         return self._halves
+
+
+def _part(positions: Any, half: slice, rows: int) -> Any:
+    """The positions of ``half`` of so many rows, of which they may have one for all."""
+    return positions if positions is None or len(positions) != rows else positions[half]
+
+
+def _kind(masks: Any) -> Any:
+    """Equal for masks that are made by the same code, with the same numbers; by name in a dict."""
+    if isinstance(masks, dict):
+        return {name: _kind(mask) for name, mask in masks.items()}
+    function = getattr(masks, "mask_mod", None)
+    return type(masks) if function is None else _code(function)
+
+
+def _code(value: Any) -> Any:
+    """The code of a function and of those that it closes over, with their numbers."""
+    if isinstance(value, tuple | list):
+        return tuple(map(_code, value))
+    if not hasattr(value, "__code__"):
+        return value if isinstance(value, _PLAIN) else type(value)
+    return value.__code__, *(_code(cell.cell_contents) for cell in value.__closure__ or ())
 
 
 class _BlockInHalves:
@@ -203,18 +242,22 @@ class _BlockInHalves:
         self._owns: tuple[Any, ...] = ()
 
     def __call__(
-        self, x_BLD: torch.Tensor, attention_masks: Any = None, positions: Any = None
+        self, x_BLD: torch.Tensor, attention_masks: Any = None, positions: Any = None, **others: Any
     ) -> torch.Tensor:
         rows = len(x_BLD)
         if rows < 2:
-            return self._forward(x_BLD, attention_masks, positions)
+            return self._forward(x_BLD, attention_masks, positions, **others)
+        if others:
+            self._refuse(f"is called with {', '.join(others)}, which titan_ext cannot divide")
         halves = slice(0, (rows + 1) // 2), slice((rows + 1) // 2, rows)
         masks = self._masks(attention_masks, positions, halves)
 
         def run(half: int) -> torch.Tensor:
             own = halves[half]
-            positions_BL = None if positions is None else positions[own]
-            return self._forward(x_BLD[own], masks[half], positions_BL)
+            out = self._forward(x_BLD[own], masks[half], _part(positions, own, rows))
+            if not isinstance(out, torch.Tensor):
+                self._refuse(f"returns a {type(out).__name__}, which titan_ext cannot join")
+            return out
 
         if not self._owns:  # by now FSDP has sharded the block
             self._owns = _Contexts(), _Units(self._block), Kept(self._name, self._block)
@@ -227,6 +270,12 @@ class _BlockInHalves:
             for own in self._owns:
                 own.end()
         return torch.cat(outs)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"{_HALVES}: {self._name} {what}. Expected a block that takes a tensor, masks and "
+            'positions and returns a tensor, or "none".'
+        )
 
 
 class _Contexts:
@@ -424,6 +473,8 @@ class _SharedExperts:
         called, replaced = self._called.pop(half, None), self._layer.shared_experts is not module
         if called is None or replaced or module._compiled_call_impl != self._take:
             return  # the layer will call something else, or somebody has compiled them
+        if user_hook(self._routed, before=False) or any(map(user_hook, module.modules())):
+            return  # what the one sets the other may read
         (x_BLD, contexts), inside = called, ThreadState.read()
         contexts.write()
         try:
@@ -431,9 +482,9 @@ class _SharedExperts:
         finally:
             inside.write()
 
-    def _take(self, x_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _take(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             tokens, out = self._ahead.pop(current_half(), (None, None))
-            if tokens is x_BLD:
+            if len(args) == 1 and args[0] is tokens and not kwargs:
                 return out
-        return self._module._call_impl(x_BLD, *args, **kwargs)
+        return self._module._call_impl(*args, **kwargs)

@@ -17,6 +17,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.base.titan.data import may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
+from titan_ext.components.overlap import runs_in_halves
 
 
 class Validator(TitanValidator):
@@ -45,7 +46,8 @@ class Validator(TitanValidator):
         self._has_batch = False
         if not may_end(self._data):
             return iter(loader)
-        return together(loader, 1, self._all_have_data, alike=self.parallel_dims.pp_enabled)
+        alike = self.parallel_dims.pp_enabled or runs_in_halves(self.parallel_dims)
+        return together(loader, 1, self._all_have_data, alike=alike)
 
     def _all_have_data(self, mine: bool) -> bool:
         lacking, ranks = ranks_without_data(

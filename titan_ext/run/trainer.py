@@ -39,6 +39,7 @@ from titan_ext.base.titan.parallelism import ranks_without_data
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
 from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
+from titan_ext.components.overlap import runs_in_halves
 from titan_ext.components.validate import Validator
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import DebugConfig, ParallelismConfig
@@ -231,8 +232,9 @@ class Trainer(TitanTrainer):
     def batch_generator(self, data_iterable: Iterable[Any]) -> Iterator[Any]:
         if may_end(self.config.dataloader):
             group = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-            # Stages of a pipeline and CUDA graphs take batches of one shape.
-            alike = self.parallel_dims.pp_enabled or not self.config.training.disable_cuda_graphs
+            # Stages of a pipeline, CUDA graphs and halves take batches of one shape.
+            dims, graphs = self.parallel_dims, not self.config.training.disable_cuda_graphs
+            alike = dims.pp_enabled or graphs or runs_in_halves(dims)
             data_iterable = together(data_iterable, group, self._all_have_data, alike=alike)
         return super().batch_generator(data_iterable)
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Forward hooks of the user's, which may read or change what titan_ext would otherwise move."""
+
+import functools
+from typing import Any
+
+import torch.nn as nn
+from torch.nn.modules import module as nn_module
+
+_KNOWN = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
+
+
+def user_hook(module: nn.Module, *, before: bool = True) -> str:
+    """A forward hook of the user's on ``module``, or on every module, in words; "" without one.
+
+    ``before`` says whether those that run before the forward count.
+    """
+    every = [module._forward_hooks, nn_module._global_forward_hooks]
+    if before:
+        every += [module._forward_pre_hooks, nn_module._global_forward_pre_hooks]
+    for hooks in every:
+        for hook in hooks.values():
+            function: Any = hook
+            while isinstance(function, functools.partial):
+                function = function.func
+            package = getattr(function, "__module__", None) or type(function).__module__ or ""
+            if package.split(".")[0] not in _KNOWN:
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                return f"the forward hook {name} on a {type(module).__name__}"
+    return ""
