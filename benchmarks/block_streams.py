@@ -86,7 +86,7 @@ def draw(spans: dict[str, list[dict[str, Any]]]) -> Figure:
         )
         for phase in _PHASES
     }
-    columns = figure.subplots(1, 2, sharey=True, width_ratios=longest.values())
+    columns = figure.subplots(1, 2, sharey=True, width_ratios=[*longest.values()])
     lines = [(arm, lane) for arm in spans for lane in ("computes", "sends")]
     for axes, phase in zip(columns, _PHASES, strict=True):
         for arm, found in spans.items():
@@ -95,8 +95,10 @@ def draw(spans: dict[str, list[dict[str, Any]]]) -> Figure:
             for span in of_phase:
                 lane = "computes" if span["queue"] == "compute" else "sends"
                 start, stop = (min(max(at, begin), end) - begin for at in span["at"])
-                y = lines.index((arm, lane))
-                axes.barh(y, stop - start, left=start, color=_COLOURS[span["part"]], height=0.8)
+                y, part = lines.index((arm, lane)), span["part"]
+                if lane == "sends" and part not in _WORDS:
+                    part = "REDUCTIONS"  # copies on the stream of reduce-scatters
+                axes.barh(y, stop - start, left=start, color=_COLOURS[part], height=0.8)
         axes.set_xlim(0, 1.02 * longest[phase])
         axes.set_xlabel(f"ms, {phase}" + (" with recompute" if phase == "backward" else ""))
         axes.spines[["top", "right"]].set_visible(False)
