@@ -312,3 +312,14 @@ def test_exempt_modules_use_no_float8_on_the_host():
     report = measure_block(_block(), _input(), None, None, config=config)
     treatments = {row.treatment for row in report.stored if row.name.startswith("attention")}
     assert treatments == {"exact: attention, on the host"}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_views_with_a_sign_or_conjugate_bit_come_back_with_it(first: int):
+    """A copy of the storage has no such bit, and what is kept of one view serves the others."""
+    z = torch.randn(64, 128, dtype=torch.complex64)
+    store, group = SavedTensorStore(), Offload().begin("0")
+    for views in ((z, z.conj()), (z.real, torch._neg_view(z.real)), (z.imag, z.conj().imag)):
+        entries = [store.pack(x, exact="asked for", host=group) for x in (views[first], *views)]
+        for x, entry in zip((views[first], *views), entries, strict=True):
+            assert torch.equal(store.unpack(entry).clone(), x.clone())

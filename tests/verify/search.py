@@ -50,8 +50,8 @@ VALUES: dict[str, tuple[str, ...]] = {
         *(f'"tests.verify.blocks.{form}"' for form in ("post_norm", "parallel", "twice", "gated")),
     ),
     "ranks": ("2", "4", "8", "6", "64"),  # of these, no power of two, and more than experts
-    "parallelism.tensor_parallel_degree": ("1", "1", "2"),
-    "parallelism.pipeline_parallel_degree": ("1", "1", "2"),
+    "parallelism.tensor_parallel_degree": ("1", "1", "2", "4"),  # and more than experts' degree
+    "parallelism.pipeline_parallel_degree": ("1", "1", "2", "4"),
     "parallelism.context_parallel_degree": ("1", "1", "2"),
     "parallelism.data_parallel_replicate_degree": ("1", "1", "2"),
     "parallelism.expert_parallel_degree": ("1", "2", "4", "8"),
@@ -60,7 +60,11 @@ VALUES: dict[str, tuple[str, ...]] = {
     "parallelism.spmd_backend": ('"spmd_types"', '"partial_dtensor"'),
     "parallelism.fsdp_wrap": ('"auto"', '"block"', '"submodule"', '"experts"'),
     "parallelism.fsdp_reshard_after_forward": ('"default"', '"always"', '"never"', "2"),
-    "parallelism.fsdp_reshard_groups": ("{}", '{embedding = "never"}', '{head = "always"}'),
+    "parallelism.fsdp_reshard_groups": (
+        "{}",
+        '{embedding = "never"}',
+        '{head = "always", "layers.1*" = "never"}',
+    ),
     "parallelism.fsdp_prefetch": ('"auto"', "0", "2", '"1MiB"'),
     "parallelism.save_all_to_all": ('"auto"', '"always"', '"never"'),
     "parallelism.overlap_exchanges": ('"shared_experts"', '"halves"', '"none"'),
@@ -80,6 +84,7 @@ VALUES: dict[str, tuple[str, ...]] = {
         '{"attention*" = "offload_float8", "*" = "recompute"}',
         '{"*:aten.mm" = "save", "input" = "offload"}',
         '{"*:_c10d_functional*" = "save", "*" = "offload"}',
+        '{"*:aten.silu" = "save_float8", "*:aten.mm:*:1" = "recompute"}',
     ),
     "parallelism.fsdp_quantize_frozen": ("[]", '["*"]', '["*.attention.*"]'),
     "training.mixed_precision_param": ('"bfloat16"', '"float32"'),
