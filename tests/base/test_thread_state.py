@@ -1,7 +1,6 @@
 """What a thread is in: left for other contexts, and found again."""
 
 import contextlib
-import threading
 from typing import Any
 
 import torch
@@ -73,16 +72,6 @@ def test_contexts_are_left_and_found_again(one_rank: None):
         assert ThreadState.read() == inside
         assert _runs_in() == runs_in
     assert ThreadState.read() == outside
-
-
-def test_another_thread_is_in_none_of_them():
-    with torch.no_grad(), _Operations():
-        found: list[ThreadState] = []
-        thread = threading.Thread(target=lambda: found.append(ThreadState.read()))
-        thread.start()
-        thread.join()
-    assert found[0].grad
-    assert not any(found[0].stacks)
 
 
 def test_contexts_of_one_depth_are_exchanged():
