@@ -5,7 +5,7 @@
 # make matrix  the table of jobs: each verified, exact ones beside stock; checkpoints across layouts
 # make search  random jobs over all keys, each verified; what is WRONG is made small (SECONDS=600)
 # make mutants  plant faults in titan_ext, and say which test sees each (ARGS="NAMES --jobs 2")
-# make faults  ranks, launchers and saves killed from outside; 50 kills during saves (KILLS=50)
+# make faults  ranks and saves killed from outside; 50 kills during saves (KILLS=50)
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
 # make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
 # make slow-link  as root: stock and ours over a real slow link (RATES="20 100" MODELS=qwen3); 20 minutes
