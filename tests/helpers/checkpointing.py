@@ -7,6 +7,8 @@ as whole tensors; the file is read without any process group.
 
 import contextlib
 import hashlib
+import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from torchtitan.components.dataloader import BaseDataLoader, DataloaderExhaustedError
@@ -224,6 +227,19 @@ def read_checkpoint(folder: Path) -> dict[str, str]:
 def corrupt_items(folder: Path) -> dict[str, str]:
     """The first item of each file of a checkpoint whose checksum is wrong, by file name."""
     return checkpoints._corrupt(folder, 0, 1)
+
+
+@contextlib.contextmanager
+def slow_writes() -> Iterator[None]:
+    """Writing begins when training has changed the weights."""
+    write = FileSystemWriter.write_data
+
+    def slow_write(*args: Any) -> Any:
+        time.sleep(2)
+        return write(*args)
+
+    with unittest.mock.patch.object(FileSystemWriter, "write_data", slow_write):
+        yield
 
 
 def flip_a_bit(file: Path) -> None:

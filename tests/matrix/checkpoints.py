@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tests.helpers.training import Run
 from titan_ext.activation_checkpoint import FP8AC
 
-__all__ = ["EXPORTS", "FAST", "PAIRS", "Pair", "stock_export"]
+__all__ = ["EXPORTS", "PAIRS", "Pair", "stock_export"]
 
 
 @dataclass(frozen=True)
@@ -100,16 +100,6 @@ PAIRS: list[Pair] = [
     # More ranks than experts, of which FSDP shards dim 1.
     Pair(replace(_FOUR, experts=3), replace(_TWO, experts=3)),
 ]
-
-FAST: list[Pair] = [
-    Pair(_STOCK, _EP2, is_exact=True),
-    Pair(_STOCK, replace(_FOUR, tp=2, ep=4, backend="partial_dtensor", parallelize="block")),
-    Pair(_FP8, _FP8, is_exact=True),
-    Pair(_FP8, replace(_TWO, pp=2, ac="none")),
-]
-"""The pairs of ``make test``; two sources."""
-
-assert all(pair in PAIRS for pair in FAST)
 
 EXPORTS: list[Run] = [
     _ONE,

@@ -1,11 +1,10 @@
 """`activation_checkpoint.budget` in a run: solved once, held to, the same on all ranks."""
 
 import copy
-import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from tests.helpers.fp8_activations import debug_model
 from tests.helpers.toml_files import DEBUG, Loader
 from tests.helpers.training import Run, make_config
 from titan_ext.activation_checkpoint import FP8AC, memory_report_of
-from titan_ext.activation_checkpoint.op_rules import Budget, releases
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.config_registry.resolve import load
@@ -37,17 +35,15 @@ debug.seed = 42
 debug.deterministic = true
 debug.moe_force_load_balance = true
 debug.enable_structured_logging = false
+[activation_checkpoint]
+policy = "fp8"
+exempt = ["layers.*"]
+budget = "{BUDGET // 2**20}MiB"
 """
-NO_FLOAT8 = '[activation_checkpoint]\npolicy = "fp8"\nexempt = ["layers.*"]\n'
 
 
-class Trained(NamedTuple):
-    held: int
-    """By the blocks, after one forward."""
-    policy: FP8AC.Config | None
-
-
-def _train(folder: Path) -> Trained:
+def _train(folder: Path) -> tuple[int, FP8AC.Config | None]:
+    """Bytes that the blocks hold after one forward, and the policy."""
     from torchtitan.tools.logging import init_logger
 
     init_logger()
@@ -57,60 +53,34 @@ def _train(folder: Path) -> Trained:
         trainer: Any = config.build()
     trainer.train()
     rows = memory_report_of(trainer.model_parts).rows()
-    result = Trained(sum(row.nbytes for row in rows), trainer.config.activation_checkpoint)
+    result = sum(row.nbytes for row in rows), trainer.config.activation_checkpoint
     trainer.close()
     dist.barrier()
     dist.destroy_process_group()
     return result
 
 
-def _train_both(folder: Path, section: str) -> tuple[list[Trained], str]:
-    """What the two ranks have, and the log of rank 0."""
-    folder.mkdir(exist_ok=True)
-    (folder / "run.toml").write_text(TEXT + section)
-    ranks = run_ranks(_train, 2, folder, log_folder=folder / "logs")
-    return ranks, (folder / "logs" / "rank_0.log").read_text()
-
-
 def test_a_run_holds_what_was_solved(tmp_path: Path):
     make_corpus()
-    with_budget = NO_FLOAT8 + f'budget = "{BUDGET // 2**20}MiB"\n'
-    ranks, log = _train_both(tmp_path / "budget", with_budget)
-    assert log.count("a dry run of rank 0 of 2 looks for the best policies") == 1
-    policy = ranks[0].policy
+    (tmp_path / "run.toml").write_text(TEXT)
+    ranks = run_ranks(_train, 2, tmp_path, log_folder=tmp_path / "logs")
+    log, other = ((tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1))
+    solves = "a dry run of rank 0 of 2 looks for the best policies"
+    assert (log.count(solves), other.count(solves)) == (1, 0)
+    (_, policy), (_, others) = ranks
     assert policy is not None
-    assert policy == ranks[1].policy
+    assert policy == others
     assert (policy.budget, policy.preset) == ("", "stock")
     assert "save" in policy.op_policies.values()
     assert "save_float8" not in policy.op_policies.values()
     (line,) = [line for line in log.splitlines() if line.startswith("this budget")]
     solved = float(line.split()[2]) * 2**20
-    for rank in ranks:
-        assert rank.held <= BUDGET
+    for held, _ in ranks:
+        assert held <= BUDGET
         rounded = 0.05 * 2**20  # as it is printed
-        assert rank.held == pytest.approx(solved, abs=0.01 * solved + rounded)
-    again = load(tmp_path / "budget" / "run" / "config.toml")
+        assert held == pytest.approx(solved, abs=0.01 * solved + rounded)
+    again = load(tmp_path / "run" / "config.toml")
     assert again.activation_checkpoint == policy, "config.toml starts the same run"
-
-
-def _exchange() -> Any:
-    dist.init_process_group("gloo")
-    config: Any = make_config(Run(parallelize="block"), Path("nowhere"))
-    config.activation_checkpoint = FP8AC.Config(budget="1GiB")
-    check = ActivationBudget()
-    if os.environ["RANK"] == "0":
-        table = {"attention.wq": "save", "*": "recompute"}
-        check._section = {"policy": "fp8", "preset": "stock", "op_policies": table}
-    check.before_build(config)
-    dist.barrier()  # rank 0 has the store
-    dist.destroy_process_group()
-    return config.activation_checkpoint
-
-
-def test_all_ranks_get_the_table_of_rank_0(tmp_path: Path):
-    table = {"attention.wq": "save", "*": "recompute"}
-    ranks = run_ranks(_exchange, 3, log_folder=tmp_path)
-    assert ranks == [FP8AC.Config(preset="stock", op_policies=table)] * 3
 
 
 @pytest.fixture
@@ -153,6 +123,31 @@ def test_the_solver_is_a_dry_run_of_this_job(config: Loader, folder: Path, solve
     assert "--on-cpu" in command
 
 
+@pytest.mark.parametrize("has_device", [False, True])
+def test_fit_is_the_memory_of_the_device_or_what_is_said(
+    has_device: bool,
+    config: Loader,
+    folder: Path,
+    solved: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+):
+    if not has_device:
+        with pytest.raises(ValueError, match=r'is "fit", and .* no device .* or "fit 80GiB"'):
+            _start(config, folder, budget="fit")
+        _start(config, folder, budget="fit 80GiB")
+    else:
+        request.getfixturevalue("accelerator")
+        properties = SimpleNamespace(total_memory=80 * 2**30)
+        device = SimpleNamespace(get_device_properties=lambda _: properties)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+        _start(config, folder, "[training]\ndisable_cuda_graphs = true\n", budget="fit")
+    (command,) = solved
+    assert command[command.index("--activations") + 1] == "fit"
+    assert command[command.index("--memory") + 1] == f"{80 * 2.0**20}KiB"
+    assert ("--on-cpu" in command) != has_device
+
+
 def test_as_many_forwards_are_paid_as_wait_at_once():
     blocks = activation_budget._Blocks("layers.0", torch.nn.Identity(), ())
 
@@ -165,24 +160,6 @@ def test_as_many_forwards_are_paid_as_wait_at_once():
         out.sum().backward()
     forward()
     assert (blocks.most, blocks.waiting) == (2, 1)
-
-
-def test_only_rank_0_solves(
-    config: Loader, folder: Path, solved: list[list[str]], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("RANK", "1")
-    assert _start(config, folder) is None
-    assert not solved
-    assert not (folder / "run").exists()
-
-
-def test_fit_needs_a_memory(config: Loader, folder: Path, solved: list[list[str]]):
-    with pytest.raises(ValueError, match=r'is "fit", and .* no device .* or "fit 80GiB"'):
-        _start(config, folder, budget="fit")
-    _start(config, folder, budget="fit 80GiB")
-    (command,) = solved
-    assert command[command.index("--activations") + 1] == "fit"
-    assert command[command.index("--memory") + 1] == f"{80 * 2.0**20}KiB"
 
 
 def test_a_budget_may_use_the_host(config: Loader, folder: Path):
@@ -199,21 +176,10 @@ def test_a_budget_may_use_the_host(config: Loader, folder: Path):
         policy = solved.activation_checkpoint
         assert isinstance(policy, FP8AC.Config)
         assert (policy.budget, policy.offload_limit, policy.offloads()) == ("", limit, bool(limit))
+    use(run, {"policy": "none"})
+    assert run.activation_checkpoint is None
     with pytest.raises(ValueError, match=r"offload and offload_float8 do not run under"):
         asked.check_compiled()
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_fit_is_the_memory_of_the_device(
-    config: Loader, folder: Path, solved: list[list[str]], monkeypatch: pytest.MonkeyPatch
-):
-    properties = SimpleNamespace(total_memory=141 * 2**30)
-    device = SimpleNamespace(get_device_properties=lambda _: properties)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
-    _start(config, folder, "[training]\ndisable_cuda_graphs = true\n", budget="fit")
-    (command,) = solved
-    assert command[command.index("--memory") + 1] == f"{141 * 2.0**20}KiB"
-    assert "--on-cpu" not in command
 
 
 def test_what_stops_the_solver_is_said(
@@ -239,31 +205,6 @@ def test_what_stops_the_solver_is_said(
         solve_elsewhere(made, 8, folder, [])
 
 
-def test_without_checkpointing_there_is_no_table(config: Loader):
-    run: Any = config(DEBUG + '[activation_checkpoint]\npolicy = "fp8"\nbudget = "1GiB"\n')
-    use(run, {"policy": "none"})
-    assert run.activation_checkpoint is None
-
-
 def test_an_own_loop_is_told_what_to_do():
     with pytest.raises(ValueError, match=r"op_policies that titan_ext dry-run --activations finds"):
         enable_fp8_activation_checkpointing(debug_model(layers=1), FP8AC.Config(budget="1GiB"))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("20GiB", Budget(20 * 2**30)),
-        ("fit", Budget(None)),
-        ("fit 80 GiB", Budget(None, 80 * 2**30)),
-    ],
-)
-def test_budgets(text: str, expected: Budget):
-    assert Budget.parse(text) == expected
-
-
-@pytest.mark.parametrize(
-    "solved_with", [{}, releases(), {"torch": releases()["torch"], "elsewhere": "1.0"}]
-)
-def test_a_table_of_these_releases(solved_with: dict[str, str]):
-    FP8AC.Config(solved_with=solved_with)

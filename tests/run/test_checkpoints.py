@@ -1,18 +1,15 @@
 """Checkpoints: resumed to the bit, loaded in other layouts, saved asynchronously, exported.
 
-The table of layouts is in tests/matrix/checkpoints.py; a few pairs of it are here.
+The table of layouts is in tests/matrix/checkpoints.py (``make matrix``); a pair of it is here.
 """
 
 import contextlib
 import io
-import itertools
 import json
-import os
 import pickle
 import re
 import resource
 import threading
-import time
 import unittest.mock
 from dataclasses import replace
 from pathlib import Path
@@ -25,21 +22,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
-from torchtitan.distributed import utils as dist_utils
 
 from tests.helpers.checkpointing import (
     Leg,
-    corrupt_items,
     differing,
     flip_a_bit,
     read_checkpoint,
     run_leg,
+    slow_writes,
 )
-from tests.helpers.cluster import RankError
 from tests.helpers.training import Run, make_config, titan_config
-from tests.matrix.checkpoint_runner import Sources, check_pair
-from tests.matrix.checkpoints import FAST, Pair
-from titan_ext.base import no_accelerator
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data
 from titan_ext.components.hf_export import HuggingFaceExport
@@ -61,24 +53,26 @@ RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, steps=4)
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
-    return Sources(tmp_path_factory.mktemp("sources"))
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Leg]]:
     """A run on text that nothing interrupts, saved at step 2 and at the end."""
     folder = tmp_path_factory.mktemp("whole")
     return folder / "checkpoint", run_leg(RUN, folder, interval=2)
 
 
-@pytest.mark.parametrize(
-    "pair", [FAST[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in FAST[1:])], ids=str
-)
-def test_every_tensor_is_the_saved_one_in_another_layout(
-    pair: Pair, sources: Sources, tmp_path: Path
-):
-    check_pair(pair, sources, tmp_path)
+def test_every_tensor_is_the_saved_one_in_another_layout(whole, tmp_path: Path):
+    """Of two ranks, EP 2 and a unit for each sub-module on one rank, and whole blocks."""
+    step = whole[0] / "step-2"
+    (leg,) = run_leg(
+        replace(RUN, parallelize="block", world=1, ep=1),
+        tmp_path,
+        look=True,
+        save_at_once=True,
+        initial_load_path=str(step),
+        initial_load_model_only=False,
+        exclude_from_loading=["dataloader"],
+    )
+    assert len(leg.loaded) > 100
+    assert differing(leg.loaded, read_checkpoint(step)) == []
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path: Path):
@@ -98,65 +92,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path: Path):
         assert leg.state_hash == wanted.state_hash
 
 
-@contextlib.contextmanager
-def _slow_writes():
-    """Writing begins when training has changed the weights."""
-    write = FileSystemWriter.write_data
-
-    def slow_write(*args):
-        time.sleep(2)
-        return write(*args)
-
-    with unittest.mock.patch.object(FileSystemWriter, "write_data", slow_write):
-        yield
-
-
-@contextlib.contextmanager
-def _nan_while_saving():
-    """Gradients of step 3 are NaN, when writing what step 2 has left has not begun."""
-    clip, calls = dist_utils.clip_grad_norm_, itertools.count(1)
-
-    def poisoned(parameters, *args, **kwargs):
-        norm = clip(parameters, *args, **kwargs)
-        if next(calls) == 3:
-            parameters[0].grad.fill_(float("nan"))
-        return norm
-
-    with _slow_writes(), unittest.mock.patch.object(dist_utils, "clip_grad_norm_", poisoned):
-        yield
-
-
-@contextlib.contextmanager
-def _full_disk():
-    """Files of rank 1 may have 2 MiB: less than its part of a checkpoint."""
-    if os.environ["RANK"] == "1":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
-    yield
-
-
 @pytest.mark.slow
 def test_an_asynchronous_save_is_the_synchronous_one(whole, tmp_path: Path):
     checkpoints, synchronous = whole
     legs = run_leg(
-        RUN, tmp_path, until=3, interval=2, async_mode="async_with_pinned_mem", around=_slow_writes
+        RUN, tmp_path, until=3, interval=2, async_mode="async_with_pinned_mem", around=slow_writes
     )
     assert legs[0].losses[3] == synchronous[0].losses[3]
     saved = read_checkpoint(tmp_path / "checkpoint" / "step-2")
     assert differing(saved, read_checkpoint(checkpoints / "step-2")) == []
-
-
-def test_a_save_under_way_outlives_gradients_that_are_not_finite(tmp_path: Path):
-    with pytest.raises(RankError, match=r"step 3: gradients are not finite"):
-        run_leg(RUN, tmp_path, interval=2, async_mode="async", around=_nan_while_saving)
-    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
-
-
-@pytest.mark.slow
-def test_an_asynchronous_save_that_fails_is_one_error(tmp_path: Path):
-    error = r"a checkpoint could not be saved, on rank 1: .*refused a write: a full disk"
-    with pytest.raises(RankError, match=error):
-        run_leg(RUN, tmp_path, interval=2, async_mode="async", around=_full_disk)
-    assert not (tmp_path / "checkpoint" / "step-2" / ".metadata").exists()
 
 
 def _config(folder: Path, run: Run = RUN, **checkpoint: Any) -> Any:
@@ -206,7 +150,6 @@ def test_other_data_and_another_number_of_data_ranks(tmp_path: Path, one_rank: N
         ({"data": "elsewhere", "size": ""}, "this run has elsewhere (of unknown size)"),
         ({"size": "4 documents of 9 bytes"}, "a (3 documents of 9 bytes), and this run has a (4 d"),
         ({"workers": "2"}, "dataloader.num_workers = 0, and this run has 2"),
-        ({"ranks": "4"}, "2 data-parallel rank(s), and this run has 4"),
     ],
 )
 def test_data_are_the_same_by_their_size(change: dict[str, str], says: str):
@@ -263,14 +206,14 @@ def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None
         verify_checksums(run_folder)
 
 
-def _manager(folder: Path, async_mode: str = "disabled") -> CheckpointManager:
-    """One that keeps two checkpoints of a model of one weight."""
+def _manager(folder: Path, async_mode: str = "disabled", size: int = 1) -> CheckpointManager:
+    """One that keeps two checkpoints of a model of one matrix."""
     mode = cast(Any, async_mode)
     return CheckpointManager.Config(
         enable=True, interval=1, keep_latest_k=2, async_mode=mode
     ).build(
         dataloader=None,
-        model_parts=[torch.nn.Linear(1, 1, bias=False)],
+        model_parts=[torch.nn.Linear(size, size, bias=False)],
         optimizers=None,
         lr_schedulers=None,
         states={},
@@ -337,6 +280,30 @@ def test_a_checkpoint_that_is_overwritten_is_not_whole(tmp_path: Path, one_rank:
     manager.close()
 
 
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_full_disk_is_one_error_and_loses_no_checkpoint(
+    async_mode: str, tmp_path: Path, one_rank: None
+):
+    """Files of this process may have 64 KiB, and the model takes 256."""
+    manager = _manager(tmp_path, async_mode, size=256)
+    manager.save(2)
+    manager.maybe_wait_for_saving()
+    trainer: Any = SimpleNamespace(config=_config(tmp_path), checkpointer=manager, step=4)
+    error = r"a checkpoint could not be saved, on rank 0: .*refused a write: a full disk"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with (
+            unittest.mock.patch("titan_ext.run.checkpoints.check_resume"),
+            pytest.raises(RuntimeError, match=error),
+            Checkpoints().around_run(trainer),
+        ):
+            manager.save(4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert whole_checkpoint_steps(tmp_path / "checkpoint") == [2]
+
+
 def test_saves_that_were_cut_off_are_said(
     tmp_path: Path, one_rank: None, caplog: pytest.LogCaptureFixture
 ):
@@ -363,7 +330,7 @@ def test_a_flipped_bit_of_an_archive_is_found_or_refused_by_torch(tmp_path: Path
     torch.save(torch.arange(10.0), kept)
     good = kept.getvalue()
     found = 0
-    for place in range(len(good)):
+    for place in range(0, len(good), 7):
         broken = bytearray(good)
         broken[place] ^= 1
         path.write_bytes(broken)
@@ -372,7 +339,7 @@ def test_a_flipped_bit_of_an_archive_is_found_or_refused_by_torch(tmp_path: Path
             continue
         with contextlib.suppress(RuntimeError, ValueError, pickle.UnpicklingError):
             assert torch.load(io.BytesIO(broken)).equal(torch.arange(10.0)), place
-    assert found > 40, "at least the numbers"
+    assert found > 40 // 7, "at least the numbers"
 
 
 def test_checksums_are_compared_up_to_a_size(
@@ -424,26 +391,17 @@ def test_an_export_that_would_leave_weights_out(tmp_path: Path):
 def test_buffers_that_an_export_leaves_out_are_said(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    HuggingFaceExport().before_start(
-        _config(tmp_path, Run(model="qwen3_moe", layers=1, parallelize="block"))
-    )
-    assert "expert_bias_E" not in caplog.text
     run = Run(model="qwen3_moe", layers=1, parallelize="block")
+    HuggingFaceExport().before_start(_config(tmp_path, run))
+    assert "expert_bias_E" not in caplog.text
     HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
     assert "has no name for layers.0.moe.expert_bias_E; they are left out" in caplog.text
 
 
-@pytest.mark.parametrize("model", ["deepseek_v3", "qwen3"])
-def test_adapters_begin_on_weights_from_elsewhere(model: str, tmp_path: Path):
+def test_adapters_begin_on_weights_from_elsewhere(tmp_path: Path):
     """They are not exported with them: stock ends DeepSeek-V3 with a KeyError, both ways."""
-    run = Run(model=model, lora=8, parallelize="block")
+    run = Run(lora=8, parallelize="block")
     with pytest.raises(ValueError, match=r"last_save_in_hf is on.*titan_ext peft CONFIG` exports"):
         HuggingFaceExport().before_start(_config(tmp_path, run, last_save_in_hf=True))
     weights = {"initial_load_in_hf": True, "initial_load_path": str(tmp_path)}
     HuggingFaceExport().before_start(_config(tmp_path, run, **weights))
-
-
-def test_pinned_memory_is_for_accelerators(accelerator: None, tmp_path: Path):
-    config = _config(tmp_path, async_mode="async_with_pinned_mem")
-    no_accelerator.adapt_config(config)
-    assert config.checkpoint.async_mode == "async_with_pinned_mem"

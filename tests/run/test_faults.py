@@ -8,7 +8,6 @@ import ctypes
 import logging
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from torchtitan.tools.logging import init_logger
 
 from tests.faults.torchrun import is_alive
 from tests.helpers import planted
-from tests.helpers.checkpointing import corrupt_items, flip_a_bit
+from tests.helpers.checkpointing import corrupt_items, slow_writes
 from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.agreement import LastStep
@@ -49,7 +48,11 @@ def _train(run: Run, folder: Path, fault: str) -> int:
     init_logger()
     config: Any = make_config(run, folder)
     config.checkpoint = CheckpointManager.Config(
-        enable=True, interval=2, keep_latest_k=2, last_save_model_only=False
+        enable=True,
+        interval=2,
+        keep_latest_k=2,
+        last_save_model_only=False,
+        async_mode="async" if fault == "nan" else "disabled",
     )
     trainer = config.build()
     step = trainer.train_step
@@ -60,16 +63,10 @@ def _train(run: Run, folder: Path, fault: str) -> int:
             step(data_iterator)
 
     trainer.train_step = train_step
-    trainer.train()
+    with slow_writes() if fault == "nan" else contextlib.nullcontext():
+        trainer.train()
     trainer.close()
     return trainer.step
-
-
-@contextlib.contextmanager
-def _full_disk(trainer: Any):
-    """Files of this process may have 2 MiB: less than its part of a checkpoint."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
-    yield
 
 
 @contextlib.contextmanager
@@ -94,7 +91,6 @@ def _is_known(last_step: LastStep) -> bool:
 _FAULTS = {
     "none": contextlib.nullcontext,
     "nan": lambda _: planted.nan_gradient(),
-    "full disk": _full_disk,
     "sigterm": _sigterm,
 }
 
@@ -105,21 +101,12 @@ def _run(folder: Path, fault: str) -> list[int]:
 
 
 def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
+    """And the save that is under way is finished."""
     error = r"step 4: gradients are not finite.* The first is of .*, on rank 1, before the ranks"
     with pytest.raises(RankError, match=error):
         _run(tmp_path, "nan")
     assert [path.name for path in tmp_path.glob("checkpoint/*")] == ["step-2"]
     assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
-
-
-@pytest.mark.slow
-def test_a_full_disk_loses_no_checkpoint(tmp_path: Path):
-    with pytest.raises(RankError, match=r"saved, on rank 1: .*refused a write: a full disk"):
-        _run(tmp_path, "full disk")
-    assert latest_checkpoint_step(tmp_path) == 2
-    assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
-    assert _run(tmp_path, "none") == [6, 6]
-    assert "Training starts at step 3" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
 def test_sigterm_on_one_rank_saves_the_step_and_nothing_is_lost(tmp_path: Path):
@@ -135,27 +122,21 @@ def test_sigterm_on_one_rank_saves_the_step_and_nothing_is_lost(tmp_path: Path):
     assert sorted(read_scalar(tmp_path / "stopped", LOSS)) == [1, 2, 3, 4, 5, 6]
 
 
-def _saved(folder: Path) -> tuple[Path, Any]:
-    """Two checkpoints of one small tensor, and a config that resumes from the newer."""
-    config = extend_config(titan_config("qwen3"))
-    config.dump_folder = str(folder)
-    config.checkpoint = CheckpointManager.Config(enable=True)
-    for step in (2, 4):
-        dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=folder / "checkpoint" / f"step-{step}")
-    return folder / "checkpoint" / "step-4", config
-
-
-@pytest.mark.parametrize("fault", ["flip", "cut", "missing", "metadata"])
+@pytest.mark.parametrize("fault", ["cut", "missing", "metadata"])
 def test_a_corrupt_checkpoint_is_named_with_the_one_before(
     fault: str, tmp_path: Path, one_rank: None
 ):
-    step_4, config = _saved(tmp_path)
+    config = extend_config(titan_config("qwen3"))
+    config.dump_folder = str(tmp_path)
+    config.checkpoint = CheckpointManager.Config(enable=True)
+    for step in (2, 4):
+        folder = tmp_path / "checkpoint" / f"step-{step}"
+        dcp.save({"w": torch.arange(1000.0)}, checkpoint_id=folder)
+    step_4 = tmp_path / "checkpoint" / "step-4"
     verify_checksums(config)
     shard = step_4 / (".metadata" if fault == "metadata" else "__0_0.distcp")
     if fault == "missing":
         shard.unlink()
-    elif fault == "flip":
-        flip_a_bit(shard)
     else:
         os.truncate(shard, shard.stat().st_size // 2)
     way_on = "step-2: .*move step-4 .*load_step 2"
@@ -245,8 +226,7 @@ def _trainer(step: int, *, saves: bool = True) -> Any:
         enable=saves, interval=5, load_only=False, enable_first_step_checkpoint=False
     )
     checkpointer = unittest.mock.Mock(enable=saves, interval=5, folder="run/checkpoint")
-    training = SimpleNamespace(steps=100)
-    config = SimpleNamespace(checkpoint=checkpoint, training=training)
+    config = SimpleNamespace(checkpoint=checkpoint, training=SimpleNamespace(steps=100))
     return SimpleNamespace(step=step, config=config, checkpointer=checkpointer, model_parts=[])
 
 
@@ -262,8 +242,7 @@ def _stopped(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [message for message in caplog.messages if " stopped after " in message]
 
 
-@pytest.mark.parametrize("first", STOP_SIGNALS)
-@pytest.mark.parametrize("second", STOP_SIGNALS)
+@pytest.mark.parametrize(("first", "second"), [STOP_SIGNALS, STOP_SIGNALS[::-1]])
 def test_a_second_signal_ends_at_once_if_it_is_another_request(
     first: signal.Signals,
     second: signal.Signals,
@@ -367,26 +346,8 @@ def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
     ) in log.read_text().splitlines()
 
 
-def test_no_thread_is_in_the_store_when_a_run_has_ended(
-    stop: StopOnSignal, monkeypatch: pytest.MonkeyPatch
-):
-    """One that is when the interpreter ends would abort the process of a finished run."""
-    others, is_asking = set(threading.enumerate()), threading.Event()
-
-    def slow(last_step: LastStep) -> bool:
-        is_asking.set()
-        time.sleep(2)
-        return False
-
-    monkeypatch.setattr(LastStep, "look", slow)
-    stop.after_build(_trainer(step=0))
-    with stop.around_run(_trainer(step=0)):
-        assert is_asking.wait(30)
-    assert set(threading.enumerate()) <= others
-
-
 _ENDS = """
-import os, signal, subprocess, sys, time
+import signal, subprocess, sys, time
 import torch.distributed as dist
 from titan_ext.base.agreement import Job, LastStep
 from titan_ext.run.stop import StopOnSignal
@@ -408,7 +369,10 @@ keep = Slow()  # the interpreter takes its time to end
 
 
 def test_a_process_ends_with_0_while_its_store_is_slow():
-    """A start that failed before it trained, too. The ranks of other tests end by os._exit."""
+    """One whose thread is in the store when the interpreter ends would be aborted.
+
+    So would a start that failed before it trained. The ranks of other tests end by os._exit.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120
     )
