@@ -8,9 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from torchtitan.config import ConfigManager
 
-from tests.helpers.toml_files import DEBUG
 from titan_ext import config_registry
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base import messages as names
@@ -30,17 +28,6 @@ def test_a_wrong_flag_has_the_words_of_titans_parser(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit, match="2"):
         resolve("deepseek_v3_debugmodel", ["--paralelism.fsdp_wrap", "block"])
     assert "--parallelism.fsdp-wrap {auto,submodule,experts,block}" in capsys.readouterr().err
-
-
-def test_a_config_function_and_flags(monkeypatch: pytest.MonkeyPatch):
-    argv = ["train.py", "--module=titan_ext", "--config=deepseek_v3_debugmodel"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=8"])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="expert_parallel_degree is 8; it has to divide 4"):
-        ConfigManager().parse_args()
-    monkeypatch.setattr(sys, "argv", [*argv, "--parallelism.expert_parallel_degree=4"])
-    config: Any = ConfigManager().parse_args()
-    assert config.parallelism.expert_parallel_degree == 4
 
 
 def test_an_unknown_config_installs_the_hook(monkeypatch: pytest.MonkeyPatch):
@@ -106,41 +93,24 @@ WORKER = """
 import os, sys, time
 from titan_ext.base.messages import Mistakes, end_with_messages
 end_with_messages("run.toml")
-if os.environ["RANK"] == "2":
+if os.environ["RANK"] == "1":
     Mistakes(["training.steps is -1; expected 1 or more."]).raise_all()
 time.sleep(600)
 """
-
-
-def _ended(*module: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *module]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
 def test_torchrun_ends_with_the_message_of_a_rank_that_it_does_not_show():
     Path("worker.py").write_text(WORKER)
     filtered = ["--local-ranks-filter", "0", "--role", "rank", "--tee", "3"]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"]
-    torchrun = ["torch.distributed.run", "--nproc_per_node=4", *rendezvous, *filtered]
-    ended = _ended(*torchrun, "worker.py")
+    torchrun = ["torch.distributed.run", "--nproc_per_node=2", *rendezvous, *filtered]
+    command = [sys.executable, "-m", *torchrun, "worker.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1
     *_, message, border = ended.stderr.rstrip().splitlines()
     assert message.endswith(": run.toml: training.steps is -1; expected 1 or more.")
     assert set(border) == {"="}
     assert "Traceback" not in ended.stderr.partition("ChildFailedError")[2]
-
-
-@pytest.mark.slow
-def test_titans_own_command_ends_with_the_message():
-    Path("run.toml").write_text(DEBUG + "[training]\nstep = 3\nseq_length = 4\n")
-    ended = _ended("torchtitan.train", "--module", "titan_ext", "--config", "run.toml")
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-3:] == [
-        "run.toml: 2 mistakes:",
-        "  training.step: no such key of TrainingConfig; did you mean 'steps'?",
-        "  training.seq_length: no such key of TrainingConfig; did you mean 'seq_len'?",
-    ]
-    assert "Traceback" not in ended.stderr
 
 
 def test_a_misspelt_key_of_a_config_in_python():

@@ -22,25 +22,6 @@ def _config(**degrees: Any) -> Trainer.Config:
     return config
 
 
-@pytest.mark.parametrize(
-    ("ranks", "degrees", "world", "fits"),
-    [
-        (12, {"expert_parallel": 4}, 3, {"data_parallel_replicate": 3}),
-        (24, {}, 24, {"data_parallel_replicate": 3}),
-        (48, {"tensor_parallel": 4, "expert_parallel": 8}, 6, {"data_parallel_replicate": 3}),
-        (1024, {"expert_parallel": 2}, 512, {"expert_parallel": 4}),
-    ],
-)
-def test_experts_that_torch_cannot_shard_unevenly(
-    ranks: int, degrees: dict[str, int], world: int, fits: dict[str, int]
-):
-    """Stock ends with torch's sentence, once process groups exist; what is expected starts."""
-    (wrong,) = wrong_degrees(_config(**degrees), ranks)
-    said = f"{ranks} ranks share 8 experts, so FSDP shards dim 1 of their weights, of 256 values, "
-    assert f"{said}over {world} ranks, which torch does evenly only; expected another" in wrong
-    assert list(wrong_degrees(_config(**degrees | fits), ranks)) == []
-
-
 def test_muon_wants_whole_experts(tmp_path: Path):
     config = make_config(Run(parallelize="block", optimizer="muon"), tmp_path)
     config.training.global_batch_size = -1

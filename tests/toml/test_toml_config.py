@@ -1,12 +1,10 @@
 """What a TOML file can extend, and the values that it can set."""
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import Configurable
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 from torchtitan.hf_datasets.text_datasets import (
@@ -25,52 +23,16 @@ from titan_ext.toml.files import TomlConfigError
 
 
 def test_a_file_that_changes_nothing_is_the_base(config: Loader):
-    ours, base = config(DEBUG), extend_config(deepseek_v3_debugmodel())
-    assert type(ours) is Trainer.Config
-    assert leaves(ours) == leaves(base)
+    """By every name that Titan takes."""
+    base = extend_config(deepseek_v3_debugmodel())
+    titans = "torchtitan.models.deepseek_v3"
+    for place in ("", "deepseek_v3.", f"{titans}.", f"{titans}.config_registry."):
+        ours = config(f'extends = "{place}deepseek_v3_debugmodel"\n')
+        assert type(ours) is Trainer.Config
+        assert leaves(ours) == leaves(base)
     assert model_text(ours) == model_text(base)
     assert ours.model_spec is not None
     assert ours.model_spec.parallelize_fn is parallelize
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "deepseek_v3_debugmodel",
-        "deepseek_v3.deepseek_v3_debugmodel",
-        "torchtitan.models.deepseek_v3.deepseek_v3_debugmodel",
-        "torchtitan.models.deepseek_v3.config_registry.deepseek_v3_debugmodel",
-    ],
-)
-def test_a_base_by_every_name_that_titan_takes(config: Loader, name: str):
-    assert leaves(config(f'extends = "{name}"\n')) == leaves(config(DEBUG))
-
-
-def test_a_config_that_is_ours_already_is_used_as_it_is(config: Loader, folder: Path):
-    (folder / "my_configs.py").write_text(
-        "from torchtitan.models.qwen3.config_registry import qwen3_debugmodel\n"
-        "from titan_ext.run.trainer import extend_config\n"
-        "def mine():\n"
-        "    config = extend_config(qwen3_debugmodel())\n"
-        "    config.parallelism.fsdp_wrap = 'submodule'\n"
-        "    return config\n"
-    )
-    ours = config('extends = "my_configs.mine"\n')
-    assert ours.parallelism.fsdp_wrap == "submodule"
-    assert leaves(ours) == leaves(importlib.import_module("my_configs").mine())
-
-
-def test_a_chain_applies_from_its_base_up(folder: Path):
-    (folder / "base").mkdir()
-    (folder / "base" / "root.toml").write_text(
-        DEBUG + "[training]\nsteps = 1\nseq_len = 512\nlocal_batch_size = 2\n"
-    )
-    (folder / "base" / "middle.toml").write_text(
-        'extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 1024\n'
-    )
-    (folder / "run.toml").write_text('extends = "base/middle.toml"\n[training]\nsteps = 3\n')
-    training = load("run.toml").training
-    assert (training.steps, training.seq_len, training.local_batch_size) == (3, 1024, 2)
 
 
 def test_two_files_may_extend_the_same_one_and_share_nothing(config: Loader, folder: Path):
@@ -86,7 +48,7 @@ def test_a_file_in_the_middle_need_not_be_valid_by_itself(config: Loader):
     # Memory-budget checkpointing needs compile, which only the file on top turns on.
     ours = config(
         'extends = "middle.toml"\n[compile]\nenable = true\n',
-        middle=DEBUG + '[activation_checkpoint]\npolicy = "memory_budget"\n',
+        middle=DEBUG + '[activation_checkpoint]\npolicy = "memory-budget"\n',
     )
     assert isinstance(ours.activation_checkpoint, MemoryBudgetAC.Config)
     with pytest.raises(TomlConfigError, match=r"^middle.toml: Memory budget .* compiled"):
@@ -204,36 +166,6 @@ dataset = "c4_test"
     assert isinstance(dataloader, HuggingFaceTextDataLoader.Config)
     assert dataloader.dataset == "c4_test"
     assert not dataloader.infinite  # the other keys keep the value of what is extended
-
-
-def test_a_list_replaces_and_a_numbered_item_changes(config: Loader):
-    ours = config(
-        'extends = "middle.toml"\n[optimizer.param_groups.1.optimizer_kwargs]\nlr = 1\n',
-        middle=DEBUG
-        + """
-[[optimizer.param_groups]]
-pattern = "norm"
-optimizer_name = "AdamW"
-optimizer_kwargs = { lr = 1e-3, weight_decay = 0.0 }
-[[optimizer.param_groups]]
-pattern = ".*"
-optimizer_name = "Adam"
-[optimizer.param_groups.optimizer_kwargs]
-lr = 2e-3
-betas = [0.9, 0.99]
-""",
-    )
-    first, second = ours.optimizer.param_groups
-    assert (first.pattern, first.optimizer_kwargs["lr"]) == ("norm", 1e-3)
-    assert second.optimizer_name == "Adam"
-    assert second.optimizer_kwargs == {"lr": 1.0, "betas": [0.9, 0.99]}
-
-
-def test_one_key_of_the_optimizer_as_on_titans_command_line(config: Loader):
-    ours = config(
-        DEBUG + "[optimizer.param_groups.0.optimizer_kwargs]\nlr = 3e-4\nbetas = [0.8, 0.9]\n"
-    )
-    assert ours.optimizer.param_groups == default_adamw(lr=3e-4, betas=(0.8, 0.9)).param_groups
 
 
 def test_a_function_by_its_path(config: Loader):

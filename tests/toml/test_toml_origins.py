@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from tests.helpers.toml_files import DATA, DEBUG
@@ -11,19 +12,26 @@ from titan_ext.run.trainer import Trainer
 
 
 def test_every_value_has_an_origin(folder: Path):
-    (folder / "middle.toml").write_text(
-        DEBUG + '[training]\nsteps = 2\nseq_len = 512\n[activation_checkpoint]\npolicy = "full"\n'
+    """A name in a file is looked for beside that file."""
+    (folder / "base").mkdir()
+    (folder / "base" / "root.toml").write_text(DEBUG + "[training]\nsteps = 1\nmax_norm = 2\n")
+    (folder / "base" / "middle.toml").write_text(
+        'extends = "root.toml"\n[training]\nsteps = 2\nseq_len = 512\n'
+        '[activation_checkpoint]\npolicy = "full"\n'
     )
-    (folder / "run.toml").write_text('extends = "middle.toml"\n[training]\nsteps = 3\n')
+    (folder / "run.toml").write_text('extends = "base/middle.toml"\n[training]\nsteps = 3\n')
     resolved = resolve("run.toml")
-    assert resolved.files == ("middle.toml", "run.toml")
+    assert resolved.files == ("base/root.toml", "base/middle.toml", "run.toml")
+    training = resolved.config.training
+    assert (training.steps, training.seq_len, training.max_norm) == (3, 512, 2)
     assert resolved.origins.keys() == resolved.values.keys()
     origins = resolved.origins
     assert origins["training.steps"] == "run.toml"
-    assert origins["training.seq_len"] == "middle.toml"
+    assert origins["training.seq_len"] == "base/middle.toml"
+    assert origins["training.max_norm"] == "base/root.toml"
     assert origins["training.local_batch_size"] == "deepseek_v3.deepseek_v3_debugmodel"
-    assert origins["activation_checkpoint.policy"] == "middle.toml"
-    assert origins["activation_checkpoint.debug"] == "middle.toml"
+    assert origins["activation_checkpoint.policy"] == "base/middle.toml"
+    assert origins["activation_checkpoint.debug"] == "base/middle.toml"
     if no_accelerator.needed():
         assert origins["training.disable_cuda_graphs"] == "titan_ext, as the log says"
 
@@ -36,7 +44,9 @@ def test_a_list_that_is_replaced_takes_the_origins_of_its_items_along(folder: Pa
         'extends = "middle.toml"\n[[optimizer.param_groups]]\n'
         'pattern = ".*"\noptimizer_name = "Adam"\noptimizer_kwargs = { lr = 1e-3 }\n'
     )
-    middle, run = resolve("middle.toml").origins, resolve("run.toml").origins
+    one_key = resolve("middle.toml")
+    assert one_key.config.optimizer.param_groups == default_adamw(lr=1e-4).param_groups
+    middle, run = one_key.origins, resolve("run.toml").origins
     key = "optimizer.param_groups.0.optimizer_kwargs"
     assert middle[f"{key}.lr"] == "middle.toml"
     assert middle[f"{key}.eps"] == "deepseek_v3.deepseek_v3_debugmodel"
