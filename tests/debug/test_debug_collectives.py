@@ -64,15 +64,6 @@ def test_a_rank_with_other_units(fails, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_skipped_all_to_all(fails, tmp_path: Path):
-    fails("skipped all-to-all")
-    report = _report_of(tmp_path, "the ranks differ")
-    unit = r"by layers\.1\.moe\.routed_experts in FunctionalAllToAllTokenDispatcher"
-    assert re.search(rf"rank 0: all_to_all .* {unit}\._dispatch_token_exchange, step 2", report)
-    assert re.search(r"rank 1: all_to_all .* in Exchange\.start, step 2", report)
-
-
-@pytest.mark.slow
 def test_a_skipped_expert_backward(fails, tmp_path: Path):
     fails("skipped expert backward")
     report = _report_of(tmp_path, "the ranks differ")
@@ -92,13 +83,6 @@ def test_a_rank_that_stops(fails, tmp_path: Path):
     report = _report_of(tmp_path)
     assert re.search(r"rank 0 waits in collective \d+ of group .*: all_to_all .*_dispatch_", report)
     assert re.search(r"rank 1 has not issued it; the last that it issued is .*_token_count", report)
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies(fails, tmp_path: Path):
-    fails("killed")
-    report = _report_of(tmp_path, "1: no end recorded: running, or killed")  # and perhaps rank 0
-    assert "rank 0 waits in collective" in report
 
 
 STOCK_READS = {
@@ -124,28 +108,24 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path):
         assert found.keys() >= STOCK_READS, "Titan reads less than it did: shorten the list"
 
 
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda x: x.sum().item(),
-        lambda x: x.cpu(),
-        lambda x: x[x > 0],
-        lambda x: x if x.isnan().any() else -x,
-        lambda x: torch.equal(x, -x),
-    ],
-    ids=["item", "cpu", "mask", "if", "equal"],
-)
-@pytest.mark.parametrize("backward", [False, True])
-def test_a_read_is_counted(read: Any, backward: bool):
-    found: Counter[str] = Counter()
-    x = torch.randn(4, requires_grad=backward)
-    with reads(found):
-        if backward:
-            x.register_hook(lambda gradient: (read(gradient), gradient)[1])
-            x.sum().backward()
-        else:
-            read(x)
-    assert found.total() == 1
+def test_a_read_is_counted():
+    for backward in (False, True):
+        for read in (
+            lambda x: x.sum().item(),
+            lambda x: x.cpu(),
+            lambda x: x[x > 0],
+            lambda x: x if x.isnan().any() else -x,
+            lambda x: torch.equal(x, -x),
+        ):
+            found: Counter[str] = Counter()
+            x = torch.randn(4, requires_grad=backward)
+            with reads(found):
+                if backward:
+                    x.register_hook(lambda gradient, read=read: (read(gradient), gradient)[1])
+                    x.sum().backward()
+                else:
+                    read(x)
+            assert found.total() == 1
 
 
 def test_watching_changes_nothing(tmp_path: Path):
@@ -166,20 +146,6 @@ def test_watching_changes_nothing(tmp_path: Path):
     assert "layers.1.ffn_norm, layers.1.moe" in units
     assert not any("_checkpoint_wrapped_module" in unit for unit in units)
     assert "_dist_reduce_tensor" in {record.site for record in trace}
-
-
-@pytest.mark.slow
-def test_stages_of_a_pipeline_differ_without_alarm(tmp_path: Path):
-    """The sum of all ranks is 0 at every step, and each stage is a class."""
-    make_corpus()
-    run = dataclasses.replace(RUN, world=4, pp=2, layers=3, global_batch=8)
-    run_ranks(train_watched, 4, run, tmp_path, "none", log_folder=tmp_path / "logs")
-    (records,) = tmp_path.glob("collectives/*")
-    found = Comparison(records)
-    assert found.parts() == ["", "", "ranks 0-3: finished"]
-    newest = [newest_record(found.infos[rank].folder(records), rank) for rank in range(4)]
-    histories = [record.history for record in newest if record]
-    assert histories[0] == histories[1] != histories[2] == histories[3]
 
 
 def test_nothing_of_it_is_imported_when_it_is_off(tmp_path: Path):
@@ -378,35 +344,37 @@ def test_what_the_recorder_sends_and_writes_does_not_grow_with_the_job(tmp_path:
     assert [nbytes for name, nbytes in many if "REDUCE" in name.upper()] == 2 * [8]
 
 
-def _orders(folder: Path, world: int, planted: int) -> str:
-    """What the ranks of two stages say, of whom ``planted`` (or -1) issues two in another order."""
+def _orders(folder: Path) -> list[str]:
+    """What a rank of two stages is told: where all keep one order, and where rank 3 does not."""
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     stages: Any = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     trainer: Any = SimpleNamespace(dump_folder=str(folder))
     recorder = CollectiveWatchdog(trainer)
     x, y = torch.ones(4), torch.ones(2, 2)  # of equal bytes
-    for _ in range(1 + rank // 2):  # the second stage issues more
-        for tensor in (y, x) if rank == planted else (x, y):
-            dist.all_reduce(tensor, group=stages[rank // 2])
-    if rank in (1, 2):  # its ends are of two stages
-        (dist.send if rank == 1 else dist.recv)(x, 3 - rank)
-    try:
-        recorder.compare(torch.device("cpu"))
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-    return ""
+    told = []
+    for odd in (-1, 3):
+        for _ in range(1 + rank // 2):  # the second stage issues more
+            for tensor in (y, x) if rank == odd else (x, y):
+                dist.all_reduce(tensor, group=stages[rank // 2])
+        if rank in (1, 2):  # its ends are of two stages
+            (dist.send if rank == 1 else dist.recv)(x, 3 - rank)
+        try:
+            recorder.compare(torch.device("cpu"))
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+    dist.destroy_process_group()
+    return told
 
 
-@pytest.mark.parametrize("planted", [-1, 0, 3])
-def test_equal_sizes_in_another_order_are_found_while_all_live(planted: int, tmp_path: Path):
+def test_equal_sizes_in_another_order_are_found_while_all_live(tmp_path: Path):
     """On every group for itself, as in a pipeline, where stages differ."""
-    said = run_ranks(_orders, 4, tmp_path, 4, planted, log_folder=tmp_path / "logs")
-    assert {"the ranks differ" in words for words in said} == {planted >= 0}
+    for before, after in run_ranks(_orders, 4, tmp_path, log_folder=tmp_path / "logs"):
+        assert before == ""
+        assert "the ranks differ" in after
     (records,) = tmp_path.glob("collectives/*")
-    assert ("the ranks differ at collective 0" in Comparison(records).difference) == (planted >= 0)
+    assert "the ranks differ at collective 4 of group" in Comparison(records).difference
 
 
 def test_a_difference_that_the_backend_accepts_ends_the_run(fails, tmp_path: Path):

@@ -33,8 +33,6 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
     init_logger()
     config: Any = make_config(run, folder)
     config.debug.record_collectives = fault != "off"
-    if fault == "nan":  # in a step that nobody looks at
-        config.metrics.log_freq = PLANTED_STEP + 1
     config.comm.train_timeout_seconds = TIMEOUT_S if fault in HANGS else 200
     is_faulty = os.environ["RANK"] == "1"
     with contextlib.ExitStack() as stack:
@@ -144,16 +142,6 @@ def _exchanges(which, function):
     )
 
 
-def _skip_dispatch():
-    """No tokens are sent: a rank that takes its own for what it would have received."""
-
-    def skipped(self, routed_input_ND, pg, output_splits, input_splits):
-        rows = sum(output_splits)
-        return routed_input_ND.new_zeros(rows, routed_input_ND.shape[1])
-
-    return _exchanges("_dispatch", skipped)
-
-
 def _skip_expert_backward():
     """The experts' outputs do not reach the loss: their backward, all-to-alls and all, is gone."""
     combine = FunctionalAllToAllTokenDispatcher._combine_token_exchange
@@ -182,13 +170,6 @@ def _stop_in_the_step():
         return dispatch(self, *args)
 
     return _exchanges("_dispatch", stopping)
-
-
-def _die_in_the_step():
-    def dying(self, *args):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return _exchanges("_dispatch", dying)
 
 
 def _all_reduce_elsewhere(*args, **kwargs):
@@ -222,11 +203,8 @@ def nan_gradient():
 
 
 _FAULTS = {
-    "skipped all-to-all": _skip_dispatch,
     "skipped expert backward": _skip_expert_backward,
     "wrong splits": _wrong_splits,
     "stopped": _stop_in_the_step,
-    "killed": _die_in_the_step,
-    "nan": nan_gradient,
     "other site": _other_site,
 }
