@@ -6,26 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import (
     fp8_ac_loss,
-    full_scale,
     gpu_receipts,
     host_and_memory,
     published,
     rates,
-    step_time,
-    titan_steps,
 )
-from benchmarks.activation_bytes import Measured, measure, table
-from benchmarks.kept_bytes import KeptBytes, kept_total
+from benchmarks.activation_bytes import Measured, measure
 from benchmarks.moe_blocks import Layout
-from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run
 from titan_ext.base.machines import MACHINES
-from titan_ext.base.stdlib_corpus import make_corpus
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 64
@@ -52,7 +44,7 @@ def test_stock_selective_keeps_its_saved_set(block: dict[str, Measured]) -> None
     assert {c.dtype: c.nbytes for c in attention} == {"bfloat16": out, "float32": lse}
 
 
-def test_recomputed_flops(block: dict[str, Measured]) -> None:
+def test_recomputed_flops_and_gradients(block: dict[str, Measured]) -> None:
     selective, full = block["stock-selective"], block["stock-full"]
     dim, experts, hidden, top_k = 256, 8, 256, 3
     # wkv_a, wo, gate, the shared w3 and every expert GEMM, of 12 matrix multiplications
@@ -61,25 +53,9 @@ def test_recomputed_flops(block: dict[str, Measured]) -> None:
     assert selective.recomputed_flops == 2 * TOKENS * gemms
     assert full.recomputed_flops == full.forward_flops
     assert block["stock-none"].recomputed_flops == 0
-
-
-def test_recompute_changes_no_gradient(block: dict[str, Measured]) -> None:
     for arm in ("stock-selective", "stock-full"):
         assert block[arm].cosine == pytest.approx(1.0, abs=1e-12)
     assert 0.99 < block["fp8-memory"].cosine < 0.99999
-    assert "fp8-memory" in table(list(block.values()))
-
-
-def test_kept_bytes_counts_a_storage_once_and_leaves_parameters_out() -> None:
-    model = torch.nn.Linear(8, 8)
-    x = torch.ones(4, 8)
-    with (kept := KeptBytes(model)):
-        held = [model(x).exp()]
-        held.append(held[0][:2])
-        torch.zeros(1000)  # dropped at once
-    assert kept_total(kept.classes()) == 4 * 8 * 4
-    held.clear()
-    assert kept.classes() == []
 
 
 def test_the_recorded_losses_are_those_of_the_docs() -> None:
@@ -88,35 +64,6 @@ def test_the_recorded_losses_are_those_of_the_docs() -> None:
     for by_seed in gaps.values():
         cells = ", ".join(f"{gap:+.5f}" for gap in by_seed.values())
         assert f"| {cells} |" in page
-
-
-def test_loss_table_and_plot_from_files(tmp_path: Path) -> None:
-    size = {"steps": 60, "batch": 2, "seq_len": 64, "lr": 2e-4, "seconds": 1.0}
-    for arm, shift in (("selective", 0.0), ("noise", -0.002), ("fp8", 0.004), ("bad-codec", -0.3)):
-        for seed in (0, 1):
-            losses = [5.0] * 10 + [3.0 + shift + seed] * 50
-            record = size | {"arm": arm, "seed": seed, "losses": losses}
-            (tmp_path / f"{arm}-{seed}.json").write_text(json.dumps(record))
-    runs = fp8_ac_loss.load(tmp_path)
-    lines = fp8_ac_loss.table(runs).splitlines()
-    assert "| fp8 | 2 | 3.5040 | +0.00400, +0.00400 | +0.00400 | 2.0 |" in lines
-    assert "| bad-codec | 2 | 3.2000 | -0.30000, -0.30000 | -0.30000 | 150.0 |" in lines
-    gaps = {arm: fp8_ac_loss.differences(runs, arm) for arm in ("noise", "fp8", "bad-codec")}
-    fp8_ac_loss.plot(gaps, "a job", tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-    kept = fp8_ac_loss.train("fp8", 0, steps=60, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
-    assert kept["losses"][-1] == 3.004  # read, not trained again
-    with pytest.raises(ValueError, match="of another size"):
-        fp8_ac_loss.train("fp8", 0, steps=61, batch=2, seq_len=64, lr=2e-4, output=tmp_path)
-
-
-@pytest.mark.parametrize("blocks", [False, True], ids=["model", "blocks"])
-def test_step_time_measures_every_arm(blocks: bool) -> None:
-    size = step_time.Size("debugmodel", 2, 2, 16, blocks, device="cpu")
-    arms = ["stock-selective", "fp8-speed-early"]
-    times = step_time.measure(arms, rounds=2, warm_up=0, size=size)
-    assert {arm: len(values) for arm, values in times.items()} == dict.fromkeys(arms, 2)
 
 
 def _receipts(monkeypatch: pytest.MonkeyPatch, out: Path, *flags: str) -> int:
@@ -201,62 +148,6 @@ def test_rates_are_those_by_which_the_times_were_made(monkeypatch: pytest.Monkey
     )
 
 
-def test_titan_steps_trains_an_arm(tmp_path: Path) -> None:
-    base = Run(seq_len=64, global_batch=2, layers=2, steps=2)
-    run = titan_steps.run_of("units", base)
-    make_corpus()
-    (steps,) = run_ranks(titan_steps.train, 1, run, 3, log_folder=tmp_path)
-    assert len(steps.losses) == 2
-    assert len(steps.seconds) >= 1
-    assert steps.figures["sequences in the largest batch"] == 3
-    done = {titan_steps.STOCK: steps, "again": steps}
-    found = gpu_receipts.figures("\n".join(titan_steps.lines(done, 128)))
-    assert {"kind": "peak of stock selective's", "name": "again", "value": 1.0} in found
-
-
-@pytest.mark.parametrize("name", full_scale.JOBS)
-def test_jobs_on_one_card_are_as_shipped(name: str, tmp_path: Path) -> None:
-    job, depths = full_scale.JOBS[name]
-    for arm in full_scale.ARMS:
-        config = full_scale.trained_config(job, depths[-1], arm, str(tmp_path))
-        assert config.comm.mode == "fake_backend"
-        assert config.debug.moe_force_load_balance
-        stock, halves, compiled = (word in arm for word in ("stock", "halves", "compiled"))
-        overlap = None if stock else "halves" if halves else "shared_experts"
-        assert getattr(config.parallelism, "overlap_exchanges", None) == overlap
-        assert not compiled or "model" in config.compile.components
-        layers = config.model_spec.model.layers
-        assert len(layers) == depths[-1] > depths[0] > 0
-        assert sum(layer.moe is not None for layer in layers[: depths[0]]) >= 2
-
-
-def test_a_job_on_one_card_beside_its_plan(tmp_path: Path) -> None:
-    def side(layers: int, ms: float, **more: float) -> dict[str, Any]:
-        sizes = dict.fromkeys(("allocated", "reserved", "reserved_aside"), layers << 30)
-        return {**sizes, "kernels": {"GEMM": layers * ms} | more}
-
-    names = {"job": "J", "arm": "whole"}
-    rows: list[dict[str, Any]] = [
-        names
-        | {"depth": n, "name": f"J {n}", "measured": side(n, 3, collectives=99.0)}
-        | {"planned": side(n, 2)}
-        for n in (2, 5)
-    ]
-    rows.append(names | {"depth": 9, "name": "J 9", "measured": {"error": "a | b"}})
-    rows[-1]["planned"] = side(9, 2)
-    full_scale.write(rows, "h100", tmp_path)
-    lines = (tmp_path / "full_scale.md").read_text().splitlines()
-    assert "| J 5 | ms, GEMM | 15.0 | 10.0 | 1.50 |" in lines
-    assert "| J 5 | ms, all but collectives | 15.0 | 10.0 | 1.50 |" in lines
-    assert "| J, whole, a layer | ms, GEMM | 3.0 | 2.0 | 1.50 |" in lines
-    assert "| J, whole, a layer | GiB reserved | 1.00 | 1.00 | 1.00 |" in lines
-    assert "| J 9 | a / b | | | |" in lines
-    assert json.loads((tmp_path / "full_scale.json").read_text())["rows"] == rows
-    found = gpu_receipts.figures("\n".join(full_scale.lines(rows)))
-    assert {"kind": "GiB reserved, of the plan's", "name": "J 2", "value": 1.0} in found
-    assert {"kind": "ms of all kernels, of the plan's", "name": "J 5", "value": 1.5} in found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["A7", "B1", "F1"])
 def test_published_memory_is_planned(name: str, tmp_path: Path) -> None:
@@ -266,16 +157,3 @@ def test_published_memory_is_planned(name: str, tmp_path: Path) -> None:
     assert plan["reserved"] / 2**30 == pytest.approx(row["reserved"], rel=0.08)
     assert plan["reserved"] > plan["peak"]["sum"]
     assert (plan["fits"], plan["uncertain"]) == (row["fits"], False)
-
-
-def test_the_picture_of_published_rows_is_drawn_from_the_page() -> None:
-    rows, found = published.read_rows(), published.recorded()
-    assert found["reserved"]["A13"] == 237.5
-    assert found["tokens"]["C1"] == 4752
-    assert all("reserved" in rows[name] for name in found["reserved"])
-    jobs = {name: row["job"] for name, row in rows.items()}
-    assert jobs["A14"] == "gpt-oss 20B, 64 GB300, 8 x 8192, selective, compiled"
-    assert jobs["D2"] == "Llama 3.1 8B, 128 H100, 2 x 8192, selective, compiled"
-    assert jobs["F1"].startswith("Llama 3.1 8B, 8 H100 of 96 GB and 500 W, linears in float8")
-    labels = [text.get_text() for text in published.draw(rows, found).axes[0].get_yticklabels()]
-    assert [label.split()[0] for label in labels] == list(found["reserved"])

@@ -41,14 +41,6 @@ from titan_ext.parallelize import limits
 LIST = Path(__file__).parents[1] / "data" / "contracts.txt"
 
 
-def _parameters(function) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def _is_name(node: ast.expr, name: str = "model") -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
 class _Code:
     """What a function, a class or a module says, whatever its layout and its comments."""
 

@@ -3,12 +3,10 @@
 import contextlib
 import functools
 import importlib.util
-import os
 import pkgutil
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,9 +17,9 @@ from typing import Any, cast
 import pytest
 
 from tests.helpers import muon
-from tests.helpers.cluster import SCRIPT, run_line, run_ranks
+from tests.helpers.cluster import run_line, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
-from titan_ext.base.stdlib_corpus import default_folder, make_corpus
+from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
@@ -124,44 +122,6 @@ def test_own_loop(tmp_path: Path):
     assert "submodule, 14 units in 19 groups" in (tmp_path / "rank_0.log").read_text()
 
 
-def _train_with_adapters(folder: Path) -> dict[str, Any]:
-    """As ``--module my_adapters --config with_adapters``, on data and a size for a test."""
-    from torchtitan.components.checkpointer.utils import canonical_fqn
-    from torchtitan.config import ConfigManager
-    from torchtitan.tools.logging import init_logger
-
-    init_logger()
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    flags = ["--module", "my_adapters", "--config", "with_adapters", "--dump_folder", "run"]
-    flags += ["--dataloader.dataset", "python_stdlib", "--training.seq_len", "64"]
-    flags += ["--training.local_batch_size", "1", "--training.steps", "2", "--debug.seed", "1"]
-    flags += ["--hf_assets_path", str(default_folder() / "tokenizer"), "--checkpoint.no-enable"]
-    trainer = cast(Any, ConfigManager().parse_args(flags)).build()
-    before = {
-        canonical_fqn(name): param.full_tensor().clone()
-        for name, param in trainer.model_parts[0].named_parameters()
-        if ".wo." in name
-    }
-    trainer.train()
-    return {
-        name: (tensor != param.full_tensor()).any().item()
-        for name, param in trainer.model_parts[0].named_parameters()
-        if (tensor := before.get(canonical_fqn(name))) is not None
-    }
-
-
-@pytest.mark.slow
-def test_adapters_of_your_own(tmp_path: Path):
-    assert "`--module my_adapters --config with_adapters`" in PAGES["docs/lora.md"]
-    (tmp_path / "my_adapters.py").write_text(examples("python")["docs/lora.md", 1])
-    make_corpus()
-    changed, other = run_ranks(_train_with_adapters, 2, tmp_path, log_folder=tmp_path / "logs")
-    assert len(changed) == 6 * 3
-    assert all(changed.values()), "base, down and up of every block train"
-    assert changed == other
-
-
 # A model of your own
 
 YOURS = "docs/your_model.md"
@@ -183,64 +143,6 @@ def test_your_model_trains_as_the_page_says(tmp_path: Path):
     assert losses[0] == losses[1] < 8.5
 
 
-def _your_model(layout: dict[str, Any], declared: bool, exact: bool) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-    from torchtitan.config import TrainingConfig
-    from torchtitan.distributed.utils import get_spmd_context
-
-    from titan_ext import api
-
-    code = examples("python")
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(code[YOURS, 0], names)
-    if declared:
-        exec(code[YOURS, 1] + "GainModel = SplitGainModel\n", names)
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model, parallel_dims = api.build_decoder(
-        names["my_spec"](),
-        parallelism=api.ParallelismConfig(**layout),
-        training=TrainingConfig(mixed_precision_param="float32" if exact else "bfloat16"),
-    )
-    # The same data on both ranks, and sums that only rounding changes; or other data, in bf16.
-    tokens = torch.arange(64).view(2, 32) + (0 if exact else int(os.environ["RANK"]))
-    with get_spmd_context(parallel_dims=parallel_dims)():
-        loss = model(tokens).float().pow(2).sum() / 1e4
-        loss.backward()
-    gains = {
-        name: cast(Any, param.grad).full_tensor().tolist()
-        for name, param in model.named_parameters()
-        if "gain" in name
-    }
-    dist.destroy_process_group()
-    return {"loss": loss.item(), "gains": gains}
-
-
-def _yours(
-    folder: Path, *, declared: bool = False, exact: bool = False, **layout: Any
-) -> dict[str, Any]:
-    first, second = run_ranks(_your_model, 2, layout, declared, exact, log_folder=folder)
-    assert first["gains"] == second["gains"]
-    return first
-
-
-@pytest.mark.slow
-def test_a_model_that_declares_nothing_is_replicated(tmp_path: Path):
-    """The same bits whatever the backend, the units, and whether it says how it is split."""
-    layouts: list[dict[str, Any]] = [
-        {"fsdp_wrap": "submodule"},
-        {"fsdp_wrap": "block"},
-        {"fsdp_wrap": "submodule", "spmd_backend": "partial_dtensor"},
-        {"fsdp_wrap": "submodule", "declared": True},
-        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
-    ]
-    results = [_yours(tmp_path / str(i), **layout) for i, layout in enumerate(layouts)]
-    assert all(result == results[0] for result in results[1:])
-    assert len(results[0]["gains"]) == 6
-    assert any(any(gain) for gain in results[0]["gains"].values())
-
-
 @pytest.mark.parametrize("axis", ["tp_enabled", "cp_enabled", "ep_enabled"])
 def test_which_axes_need_a_declaration(axis: str):
     from torch import nn
@@ -253,16 +155,48 @@ def test_which_axes_need_a_declaration(axis: str):
     replicate_undeclared(model, axes, ignored=["inner_experts.weight", "inner_experts.bias"])
 
 
+def _your_model(tp: int) -> dict[str, list[float]]:
+    """The gradients of the gains, from sums that only rounding changes."""
+    import torch
+    import torch.distributed as dist
+    from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.utils import get_spmd_context
+
+    from titan_ext import api
+
+    code = examples("python")
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code[YOURS, 0], names)
+    exec(code[YOURS, 1] + "GainModel = SplitGainModel\n", names)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, parallel_dims = api.build_decoder(
+        names["my_spec"](),
+        parallelism=api.ParallelismConfig(tensor_parallel_degree=tp),
+        training=TrainingConfig(mixed_precision_param="float32"),
+    )
+    with get_spmd_context(parallel_dims=parallel_dims)():
+        (model(torch.arange(64).view(2, 32)).float().pow(2).sum() / 1e4).backward()
+    gains = {
+        name: cast(Any, param.grad).full_tensor().tolist()
+        for name, param in model.named_parameters()
+        if "gain" in name
+    }
+    dist.destroy_process_group()
+    return gains
+
+
 def test_your_model_with_tensor_parallelism(tmp_path: Path):
     """What the second example declares is right: split and whole, the gradients are the same."""
-    split, whole = (
-        _yours(tmp_path / str(degree), declared=True, exact=True, tensor_parallel_degree=degree)
-        for degree in (2, 1)
+    splits, (whole, other) = (
+        run_ranks(_your_model, 2, tp, log_folder=tmp_path / str(tp)) for tp in (2, 1)
     )
-    for name, gain in whole["gains"].items():
+    assert whole == other
+    for name, gain in whole.items():
         assert any(gain)
         halves = [value / 2 for value in gain]  # from two ranks with the same data
-        assert split["gains"][name] == pytest.approx(halves, rel=1e-3)
+        for split in splits:
+            assert split[name] == pytest.approx(halves, rel=1e-3)
 
 
 # TOML
@@ -530,15 +464,8 @@ def test_a_config_function_of_yours(tmp_path: Path):
 
 
 def test_a_file_that_extends_a_model_of_yours(tmp_path: Path):
-    """The installed script in a process of its own, in a folder with the page's two files."""
+    """The script, whose own folder is first on its path, finds the page's two files."""
     (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
     (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [SCRIPT, "show", "my_run.toml", "--changed"]
-    shown = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.startswith("# my_model.gain_debugmodel <- my_run.toml\n")
-    forked = _run_commands(tmp_path, ["titan_ext show my_run.toml --changed"])
-    assert forked == shown.stdout
+    shown = _run_commands(tmp_path, ["titan_ext show my_run.toml --changed"])
+    assert shown.startswith("# my_model.gain_debugmodel <- my_run.toml\n")
