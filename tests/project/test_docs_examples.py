@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import os
 import pkgutil
 import re
 import shlex
@@ -19,7 +20,7 @@ import pytest
 from tests.helpers import muon
 from tests.helpers.cluster import run_line, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
-from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.base.stdlib_corpus import default_folder, make_corpus
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.fsdp.unmanaged import replicate_undeclared
@@ -120,6 +121,44 @@ def test_own_loop(tmp_path: Path):
     for losses in ranks:
         assert losses[-1] < losses[0] - 0.5
     assert "submodule, 14 units in 19 groups" in (tmp_path / "rank_0.log").read_text()
+
+
+def _train_with_adapters(folder: Path) -> dict[str, Any]:
+    """As ``--module my_adapters --config with_adapters``, on data and a size for a test."""
+    from torchtitan.components.checkpointer.utils import canonical_fqn
+    from torchtitan.config import ConfigManager
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    flags = ["--module", "my_adapters", "--config", "with_adapters", "--dump_folder", "run"]
+    flags += ["--dataloader.dataset", "python_stdlib", "--training.seq_len", "64"]
+    flags += ["--training.local_batch_size", "1", "--training.steps", "2", "--debug.seed", "1"]
+    flags += ["--hf_assets_path", str(default_folder() / "tokenizer"), "--checkpoint.no-enable"]
+    trainer = cast(Any, ConfigManager().parse_args(flags)).build()
+    before = {
+        canonical_fqn(name): param.full_tensor().clone()
+        for name, param in trainer.model_parts[0].named_parameters()
+        if ".wo." in name
+    }
+    trainer.train()
+    return {
+        name: (tensor != param.full_tensor()).any().item()
+        for name, param in trainer.model_parts[0].named_parameters()
+        if (tensor := before.get(canonical_fqn(name))) is not None
+    }
+
+
+@pytest.mark.slow
+def test_adapters_of_your_own(tmp_path: Path):
+    assert "`--module my_adapters --config with_adapters`" in PAGES["docs/lora.md"]
+    (tmp_path / "my_adapters.py").write_text(examples("python")["docs/lora.md", 1])
+    make_corpus()
+    changed, other = run_ranks(_train_with_adapters, 2, tmp_path, log_folder=tmp_path / "logs")
+    assert len(changed) == 6 * 3
+    assert all(changed.values()), "base, down and up of every block train"
+    assert changed == other
 
 
 # A model of your own

@@ -8,15 +8,18 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.cluster import run_line
 
 ROOT = Path(__file__).parents[2]
+_SMALL = "--training.steps 1 --training.seq_len 64 --training.local_batch_size 1 "
+_SMALL += "--checkpoint.no-enable --debug.seed 42"
 
 
 def test_toml_with_flags_that_win(tmp_path: Path):
     """The file is in no folder of these. No torchrun runs: test_make_train.py has it."""
-    flags = "--training.steps 1 --training.seq_len 64 --training.local_batch_size 1 "
-    flags += f"--checkpoint.no-enable --debug.seed 42 --dump_folder {tmp_path}"
+    flags = f"{_SMALL} --dump_folder {tmp_path}"
     train = "torchrun --nproc_per_node=2 -m torchtitan.train --module titan_ext --config"
     first, _ = run_line(tmp_path, f"{train} moe_debug.toml {flags}")
     output = re.sub(r"\x1b\[[0-9;]*m", "", first.out + first.error)
@@ -42,3 +45,17 @@ def test_the_files_of_the_first_screen_are_found_in_an_empty_folder(tmp_path: Pa
         (shown,) = run_line(tmp_path, f"titan_ext show {config} --changed")
         assert shown.code == 0, shown.error
         assert "expert_parallel_degree = " in shown.out
+
+
+@pytest.mark.slow
+def test_the_first_screen_of_the_readme_trains_in_an_empty_folder(tmp_path: Path):
+    """As printed, but for the size of the run; the last line's job needs GPUs."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    _, train, _ = _first_screen()
+    ranks = run_line(folder, f"{train} {_SMALL}")
+    output = re.sub(r"\x1b\[[0-9;]*m", "", ranks[0].out + ranks[0].error)
+    assert [rank.code for rank in ranks] == [0, 0, 0, 0], output[-3000:]
+    assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
+    assert "Finished at step 1; outputs/moe_debug/run.json says what ran." in output
+    assert (folder / "outputs" / "moe_debug" / "run.json").exists()
