@@ -28,6 +28,8 @@ from titan_ext.fp8 import (
     dequantize,
     quantize,
 )
+from titan_ext.fp8.offload import Offload
+from titan_ext.fp8.saved_tensors import keep_exact
 
 N = 2048
 
@@ -621,3 +623,21 @@ def test_a_dtensor_parameter_and_its_local_view_pass_through(one_rank: None):
     for x in (weight, weight.to_local(), weight.to_local().t().bfloat16()):
         assert store.pack(x).treatment.startswith("passed through: parameter")
     assert store.memory_report.nbytes == 0
+
+
+@pytest.mark.parametrize("policy", [keep_exact, everything])
+def test_an_empty_tensor_is_kept_by_reference(policy: Any):
+    """Of experts without tokens; in any layout, where it can wait on the host, too."""
+    for x in (
+        torch.ones(1, 8).expand(0, 8),
+        torch.ones(1, 1).expand(0, 1),
+        torch.ones(8, 1).expand(8, 0),
+        normal(8, 0),
+        normal(0, 8),
+        normal(64, N)[:, :0],
+    ):
+        store = SavedTensorStore(policy=policy)
+        assert store.float8_nbytes(x) is None
+        entry = store.pack(x, host=Offload().begin("layers.0"))
+        assert store.unpack(entry).shape == x.shape
+        assert entry.treatment.startswith("exact"), entry.treatment

@@ -101,7 +101,8 @@ def as_in_memory(x: torch.Tensor) -> torch.Tensor:
 
 
 def _memory_order(x: torch.Tensor) -> list[int]:
-    kept = [d for d, size in enumerate(x.shape) if x.stride(d) or size == 1]
+    # An axis without elements has no first to take, whatever its stride.
+    kept = [d for d, size in enumerate(x.shape) if x.stride(d) or size < 2]
     return sorted(kept, key=lambda d: -x.stride(d))
 
 

@@ -343,8 +343,7 @@ class SavedTensorStore:
     def float8_nbytes(self, x: torch.Tensor) -> int | None:
         """The bytes that ``pack`` would keep of a plain tensor in float8; None if exactly."""
         dense = as_in_memory(x)
-        is_exact = not x.numel() or self._why_exact(x, dense, None)
-        return None if is_exact else self.codec.nbytes(dense.shape)
+        return None if self._why_exact(x, dense, None) else self.codec.nbytes(dense.shape)
 
     def _store(self, x: torch.Tensor, exact: str | None, host: HostGroup | None) -> StoredEntry:
         if (passed := self._passed_through(x)) is not None:
@@ -374,7 +373,7 @@ class SavedTensorStore:
         """An entry for what belongs to the model, or is of a class that nobody else may copy."""
         if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
             return _by_reference(x, "passed through: parameter", owns_bytes=False)
-        if self._is_module_state(x):
+        if self.is_module_state(x):
             return _by_reference(x, "passed through: parameter or buffer", owns_bytes=False)
         if not may_wrap(x):
             return _by_reference(x, f"passed through: {type(x).__name__}")
@@ -405,8 +404,9 @@ class SavedTensorStore:
             return str(x.dtype).removeprefix("torch.")
         if why := exact or self._policy(dense):
             return why
+        # What is empty may be a view of much.
         would_shrink = self.codec.nbytes(dense.shape) < x.untyped_storage().nbytes()
-        return None if would_shrink else "would not shrink"
+        return None if would_shrink and x.numel() else "would not shrink"
 
     def _to_float8(self, dense: torch.Tensor, host: HostGroup | None) -> _Float8:
         codec, dtype, ops = codec_name(self.codec), dense.dtype, torch.ops.titan_ext
@@ -419,7 +419,8 @@ class SavedTensorStore:
         stored = ops.float8_quantize(matrix, codec)
         return _Float8.of(f"float8 {self.codec.dtype}", stored, decode, host)
 
-    def _is_module_state(self, x: torch.Tensor) -> bool:
+    def is_module_state(self, x: torch.Tensor) -> bool:
+        """True if ``x`` is a parameter or buffer of its modules, or a view of one."""
         # Looked up anew each time: FSDP puts other parameters in place before each forward.
         state = {
             part.untyped_storage()._cdata
