@@ -1,6 +1,7 @@
 """FP8 activation checkpointing, eagerly, on one process: what is stored, and the gradients."""
 
 import contextlib
+import copy
 import gc
 import logging
 import unittest.mock
@@ -737,3 +738,12 @@ def test_nothing_of_a_forward_outlives_its_backward(config: Config):
         assert alive() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("mode", ["selective", "no_recompute"])
+def test_a_model_with_the_policy_is_not_copied(mode: Any):
+    """Hooks would name the operations of the copy by where the model's own were last."""
+    model = debug_model(layers=2)
+    enable_fp8_activation_checkpointing(model, Config(mode=mode))
+    with pytest.raises(ValueError, match=r"layers\.0 cannot be copied.* before policy fp8 is appl"):
+        copy.deepcopy(model)

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
@@ -88,6 +88,14 @@ class EagerBlock:
     offload: Offload | None
     on_report: Callable[[BlockMemoryReport], None]
     is_reported: bool = False
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        # The hooks that name operations belong to this block's modules, and would to the copy's.
+        raise ValueError(
+            f"activation_checkpoint: {self.policies.name} cannot be copied: its policy has hooks "
+            "on its modules. Expected copy.deepcopy of the model before policy fp8 is applied, or "
+            "a new model that loads the state dict of this one."
+        )
 
     def host_group(self) -> HostGroup | None:
         """Takes what one forward, which begins, keeps on the host."""
