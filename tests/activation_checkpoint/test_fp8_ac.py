@@ -747,3 +747,19 @@ def test_a_model_with_the_policy_is_not_copied(mode: Any):
     enable_fp8_activation_checkpointing(model, Config(mode=mode))
     with pytest.raises(ValueError, match=r"layers\.0 cannot be copied.* before policy fp8 is appl"):
         copy.deepcopy(model)
+
+
+def test_casts_of_weights_by_autocast_stay_exact():
+    """It caches them in its context: the second forward casts no weight."""
+    model = nn.Module()
+    layer = nn.Sequential(nn.Linear(128, 128, bias=False), nn.SiLU())
+    model.layers = nn.ModuleDict({"0": layer})
+    enable_fp8_activation_checkpointing(model, Config(mode="no_recompute"))
+    block: Any = model.get_submodule("layers.0")
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [block(torch.randn(64, 128, requires_grad=True)) for _ in range(2)]
+    rows = {row.treatment: row for row in block._block.store.memory_report if row.name == "0"}
+    assert rows["exact: cast weight"].nbytes == 2 * 128 * 128
+    # For each forward the input of the linear.
+    assert rows["float8 e4m3"].entries == 2
+    torch.stack(outputs).float().sum().backward()

@@ -56,6 +56,7 @@ from titan_ext.base.tensors import (
     is_plain,
     local_tensor,
     may_wrap,
+    plain_tensors,
     storage_ids,
     storages_of,
 )
@@ -451,6 +452,8 @@ class NoRecomputeBlock(ActivationWrapper):
     def __init__(self, module: nn.Module, block: EagerBlock) -> None:
         super().__init__(module)
         self._block = block
+        # Casts of weights, by storage, in one autocast context: it caches them over forwards.
+        self._casts: dict[int, StorageWeakRef] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         module, block = self._checkpoint_wrapped_module, self._block
@@ -458,12 +461,16 @@ class NoRecomputeBlock(ActivationWrapper):
             return module(*args, **kwargs)
         entries: list[Any] = []
         block.locator.begin(with_operands=False)
-        values = _SavedValues(block.locator, block.policies)
+        for storage in [key for key, ref in self._casts.items() if ref.expired()]:
+            del self._casts[storage]
+        values = _SavedValues(block, self._casts)
         group = block.host_group()
 
         def pack(x: torch.Tensor) -> Any:
             name = block.locator.module
             policy, reason = block.policies.module_policy(name)
+            if not self._casts.keys().isdisjoint(storage_ids(x)):
+                policy, reason = OpPolicy.SAVE, "cast weight"
             host = group if policy.on_host else None
             narrow = values.source_dtype(x)
             if narrow is not None:
@@ -504,9 +511,10 @@ class _SavedValues(TorchDispatchMode):
         """
         return True
 
-    def __init__(self, locator: OpLocator, policies: BlockPolicies) -> None:
+    def __init__(self, block: EagerBlock, casts: dict[int, StorageWeakRef]) -> None:
         super().__init__()
-        self._locator, self._policies = locator, policies
+        self._locator, self._policies, self._store = block.locator, block.policies, block.store
+        self._casts = casts
         self._copies: dict[int, _Copy] = {}
 
     def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
@@ -527,8 +535,11 @@ class _SavedValues(TorchDispatchMode):
             _refuse_inner_checkpoint(0, str(func), self._policies.name)
         if looks_up(func, args, out) and keep_exact(as_in_memory(local_tensor(args[0]))) is None:
             self._policies.check_looked_up(self._locator.locate(func, args))
+        if func is _TO_COPY and self._store.is_module_state(args[0]):
+            refs = (StorageWeakRef(part.untyped_storage()) for part in plain_tensors(out))
+            self._casts |= {ref.cdata: ref for ref in refs}
         if (
-            func is torch.ops.aten._to_copy.default
+            func is _TO_COPY
             and is_plain(out)
             and out.dtype is torch.float32
             and args[0].dtype in (torch.bfloat16, torch.float16)
