@@ -144,4 +144,43 @@ def test_a_weight_that_is_read_past_its_module_is_refused_by_name(tmp_path: Path
             assert 'parallelism.fsdp_wrap = "block" gathers it while' in messages[name]
         assert messages["without gradient"] == messages["first step"] == messages["gathered"] == ""
         assert messages["left"] == "False"
-        assert "reads layers.1.attention.wo.weight, a weight that FSDP" in messages["second step"]
+        assert "gradient comes to layers.1.attention.wo.weight past FSDP" in messages["second step"]
+
+
+def _penalised() -> tuple[str, float]:
+    """What is said of a penalty on weights, and the error of gradients made as that says."""
+    import torch
+    import torch.distributed as dist
+    from torchtitan.models.llama3 import model_registry
+
+    dist.init_process_group("gloo")
+    spec: Any = model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:1]
+    parallelism = api.ParallelismConfig(fsdp_wrap="submodule")
+    model: Any = api.build_decoder(spec, parallelism=parallelism)[0]
+    tokens = torch.arange(TOKENS).view(1, -1)
+
+    def loss() -> Any:
+        return model(tokens, positions=tokens).float().square().mean()
+
+    loss().backward()
+    error = 0.0
+    for p in model.parameters():
+        expected = p.grad.full_tensor() + 2 * 0.1 * p.detach().full_tensor()
+        p.grad.add_(p.detach(), alpha=2 * 0.1)
+        error = max(error, (p.grad.full_tensor() - expected).abs().max().item())
+    sums = (p.pow(2).sum() for p in model.parameters())
+    message = ""
+    try:
+        (loss() + 0.1 * sum(getattr(x, "full_tensor", lambda x=x: x)() for x in sums)).backward()
+    except ValueError as refusal:
+        message = str(refusal)
+    dist.destroy_process_group()
+    return message, error
+
+
+def test_a_penalty_on_weights_belongs_after_backward(tmp_path: Path):
+    for message, error in run_ranks(_penalised, 2, log_folder=tmp_path):
+        assert "A gradient comes to" in message
+        assert "p.grad.add_(p.detach(), alpha=2 * factor)" in message
+        assert error < 1e-6

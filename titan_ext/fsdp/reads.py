@@ -118,17 +118,27 @@ class _Shard(DTensor):
 def _refuse(name: str, names: dict[int, str], splits: bool, *_: Any) -> NoReturn:
     """Raise ValueError: something reads the parameter ``name`` where FSDP has not gathered it."""
     # An operation on a tensor does not know its module, but a method of that is on the stack.
-    frame, reader = sys._getframe(1), "the model"
+    frame, owner = sys._getframe(1), name.rpartition(".")[0]
     while frame := frame.f_back:
         if (found := names.get(id(frame.f_locals.get("self")))) is not None:
-            reader = found or reader
+            reader = found or "the model"
             break
+    else:  # no module runs: a gradient has come, in backward
+        # What a loss computes of a shard as a DTensor is right, but here it looks the same. Of a
+        # weight that is still gathered (the head's) FSDP sums it over the ranks: a multiple.
+        raise ValueError(
+            f"A gradient comes to {name} past FSDP, which sums it over no ranks: a forward or the "
+            "loss reads the weight where FSDP has not gathered it. Expected a forward that "
+            f"computes with it in that of {owner}. For a penalty on weights, expected the weight "
+            "decay of the optimizer, or the penalty's gradient added after backward: "
+            "p.grad.add_(p.detach(), alpha=2 * factor) for factor * p.pow(2).sum()."
+        )
     block = ".".join(name.split(".")[:2])
     serves = splits and f"{reader}.".startswith(f"{block}.")
     way_on = (
         'parallelism.fsdp_wrap = "block" gathers it while the whole block runs, as TorchTitan does'
         if serves
-        else f"compute with it in the forward of {name.rpartition('.')[0]}"
+        else f"compute with it in the forward of {owner}"
     )
     raise ValueError(
         f"{reader} reads {name}, a weight that FSDP has not gathered there: it would compute with "
