@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.helpers.cluster import run_ranks
@@ -123,3 +124,42 @@ def test_a_base_in_nf4_trains_as_one_rounded_to_it(tmp_path: Path):
             assert nbytes == shared + _CODE_NBYTES + _MEAN_NBYTES
             gathered += 2 * shared
         assert quantized.gathered == gathered
+
+
+def _loaded_rank(assign: bool) -> tuple[float, float, str]:
+    """Errors of a weight that is loaded over one in NF4: of the state, and of what is gathered."""
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_tensor
+    from torchao.quantization import to_nf4
+
+    from titan_ext.fsdp.nf4 import quantize_at_first_forward
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False, dtype=torch.bfloat16))
+    model.requires_grad_(False)
+    fully_shard(model, reshard_after_forward=True)
+    quantize_at_first_forward(model, ["0"])
+    x = torch.eye(256, dtype=torch.bfloat16)
+    model(x)
+    new = torch.randn(128, 256).bfloat16()
+    expected: Any = to_nf4(new)
+    expected = expected.get_original_weight()
+    shard = distribute_tensor(new.float(), model[0].weight.device_mesh, model[0].weight.placements)
+    model.load_state_dict({"0.weight": shard}, assign=assign)
+    saved = model.state_dict()["0.weight"].full_tensor()
+    gathered = model(x).T
+    kind = type(model[0].weight.to_local()).__name__
+    dist.destroy_process_group()
+    return (
+        (saved.float() - expected.float()).abs().max().item(),
+        (gathered.float() - expected.float()).abs().max().item(),
+        kind,
+    )
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_loads_over_weights_in_nf4(assign: bool, tmp_path: Path):
+    for result in run_ranks(_loaded_rank, 2, assign, log_folder=tmp_path):
+        assert result == (0.0, 0.0, "NF4Tensor")

@@ -127,22 +127,36 @@ def _quantize(linear: nn.Module) -> tuple[int, int]:
     local = weight.to_local()
     axis = next(i for i, placement in enumerate(weight.placements) if placement.is_shard())
     mesh = weight.device_mesh
-    whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
-    shard = _copy(whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)])
+
+    def quantized(weight: DTensor) -> NF4Tensor:
+        whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
+        return _copy(whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)])
+
+    shard = quantized(weight)
     dtype, nbytes = local.dtype, local.nbytes
     # Free it for good: FSDP2 and the checkpointer still hold the old tensor.
     # Without bytes its data_ptr() is 0, and FSDPParam.reset_sharded_param compares none with NF4's.
     local.untyped_storage().resize_(0)
 
     sharded = Layout.of(weight).wrap  # FSDP2 takes contiguous parameters only
-    linear.weight = nn.Parameter(sharded(shard), requires_grad=False)
+    linear.weight = stored = nn.Parameter(sharded(shard), requires_grad=False)
     # Titan's checkpointer writes into tensors of the same dtype and replaces all others.
     saved_dtype = torch.bfloat16 if dtype != torch.bfloat16 else torch.float32
 
     def save_dequantized(module: Any, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
         state_dict[f"{prefix}weight"] = sharded(shard.get_original_weight().to(saved_dtype))
 
+    @torch.no_grad()
+    def load_quantized(_: Any, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        # In place: FSDP2 holds tensors of this shard, so none may replace it (assign=True). NF4's
+        # ``copy_`` would quantize these rows alone, find them unlike the shard, and do it again.
+        loaded = state_dict.get(f"{prefix}weight")
+        if isinstance(loaded, DTensor) and loaded.shape == stored.shape:
+            shard.copy_(quantized(loaded))
+            state_dict[f"{prefix}weight"] = stored
+
     linear.register_state_dict_post_hook(save_dequantized)
+    linear.register_load_state_dict_pre_hook(load_quantized)
     names, _ = shard.__tensor_flatten__()
     return nbytes, sum(getattr(shard, name).nbytes for name in names)
 
