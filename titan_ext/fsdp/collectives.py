@@ -203,7 +203,9 @@ class BFloat16ReduceScatter(DefaultReduceScatter):
     """A reduce-scatter of bf16 that sums in the dtype of its output, by an all-to-all.
 
     Gradients of bf16 parameters are bf16 until FSDP2 copies them into the buffer, so this loses
-    nothing. The sum over two ranks is the same to the bit; over more its order may differ.
+    nothing. But it rounds what accumulates in fp32 under ``set_requires_gradient_sync(False)``:
+    FSDP2 says nothing of that where it allocates the buffer. The sum over two ranks is the same to
+    the bit; over more its order may differ.
     """
 
     _next_is_output = False  # FSDP2 allocates the input first (foreach_reduce)
