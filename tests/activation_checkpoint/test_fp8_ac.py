@@ -605,6 +605,14 @@ def test_a_result_that_its_derivative_looks_for_is_refused(function: Any):
     for config in (*(Config(mode=mode, exempt=["*"]) for mode in modes), Config(preset="stock")):
         assert torch.equal(plain, _first_gradient(function, config))
     _first_gradient(function, Config(op_policies={"*:aten.*": "recompute"}))
+
+
+def test_a_result_among_values_that_stay_exact_is_found():
+    def function(h_TD: torch.Tensor) -> torch.Tensor:
+        return (h_TD.double() / h_TD.double().max()).to(h_TD.dtype)
+
+    config = Config(mode="no_recompute")
+    assert _cosine(_first_gradient(function, None), _first_gradient(function, config)) > 0.99
     _first_gradient(lambda h: h / h.detach().max(), Config())
 
 

@@ -190,6 +190,10 @@ def test_shared_experts_do_not_run_ahead_of_a_hook():
         ahead = _SharedExperts(moe)
         if hooked:
             moe.get_submodule(hooked).register_forward_hook(lambda *_: None)
-        ahead._called[0] = torch.randn(1, 8, 256).bfloat16(), ThreadState.read()
+        x_BLD = torch.randn(1, 8, 256).bfloat16()
+        ahead._called[0] = x_BLD, ThreadState.read()
         ahead.run_ahead()
         assert bool(ahead._ahead) == (not hooked)
+    ahead._ahead[0] = x_BLD, torch.zeros(1)
+    out = moe.shared_experts(x=x_BLD)  # by keyword it is another call
+    assert out.shape == x_BLD.shape

@@ -51,7 +51,6 @@ from titan_ext.activation_checkpoint.op_policies import (
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
 from titan_ext.base.op_cost import count_flops
 from titan_ext.base.tensors import (
-    as_in_memory,
     has_values,
     is_plain,
     local_tensor,
@@ -62,7 +61,7 @@ from titan_ext.base.tensors import (
 )
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.offload import HostGroup, Offload
-from titan_ext.fp8.saved_tensors import StoredEntry, keep_exact
+from titan_ext.fp8.saved_tensors import StoredEntry
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -533,7 +532,7 @@ class _SavedValues(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._policies.keeps_choice(func, args, kwargs or {}, out):
             _refuse_inner_checkpoint(0, str(func), self._policies.name)
-        if looks_up(func, args, out) and keep_exact(as_in_memory(local_tensor(args[0]))) is None:
+        if looks_up(func, args, out) and self._store.float8_nbytes(local_tensor(args[0])):
             self._policies.check_looked_up(self._locator.locate(func, args))
         if func is _TO_COPY and self._store.is_module_state(args[0]):
             refs = (StorageWeakRef(part.untyped_storage()) for part in plain_tensors(out))

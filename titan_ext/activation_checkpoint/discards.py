@@ -88,7 +88,6 @@ _LETS_GO_S = 10.0
 _UNREAD = "discarded"
 _NANS = 2**16
 """Most values of a stand-in: no more than a kernel's launch takes."""
-# Hooks defined in these packages do nothing that the other proofs do not see.
 
 
 class Discarded(StoredEntry):

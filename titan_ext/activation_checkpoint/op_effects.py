@@ -42,11 +42,10 @@ _STEPS = frozenset(
 """Operations that make floats of floats and jump: by name, or by overload where only that does."""
 _NORM = "aten.linalg_vector_norm"
 _LOOKED_UP = frozenset(
-    f"{name}.default"
-    for name in (
-        *("aten.amax", "aten.amin", "aten.aminmax", "aten.max", "aten.median", "aten.min"),
-        *("aten.nanmedian", _NORM),
-    )
+    """
+    aten.amax.default aten.amin.default aten.aminmax.default aten.linalg_vector_norm.default
+    aten.max.default aten.median.default aten.min.default aten.nanmedian.default
+    """.split()  # noqa: SIM905  as above
 )
 """Operations whose derivative may look for the result among what they were given."""
 _NO_CHOICE = ("attention", "attn", "aten.native_dropout", "aten.view", "deepep.", "hybridep.")

@@ -144,7 +144,7 @@ class BlockPolicies:
             may_be_saved = (
                 op == "aten.topk"
                 or is_exchange(op)
-                or may_look_up(func)
+                or (self.rounds and may_look_up(func))
                 or (self.recipe.base != "routing" and (is_expensive or op in self.stock_ops))
                 or any(
                     (is_expensive if rule.op == "*" else fnmatchcase(op, rule.op))
