@@ -19,8 +19,8 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import PlannedStep
 from tests.helpers.training import Run, Runs, observed
-from titan_ext.components.exchange import pack, unpack
-from titan_ext.components.rows import exchange_once
+from titan_ext.components.exchange import AddUp, Finish, FinishSorted, Start, pack, unpack
+from titan_ext.components.rows import Relay, exchange_once
 from titan_ext.fp8.codec import Codec, dequantize, quantize
 from titan_ext.fp8.saved_tensors import SavedTensorStore
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher
@@ -178,3 +178,32 @@ def test_indices_beyond_2_31(tmp_path: Path):
         assert values == 16 * 4096 * 8 * 7168 > 2**31, case
         assert gradients == 16 * 4096 * 7168, case
         assert narrow == set(), case
+
+
+class _Loopback:
+    """An exchange of a rank with itself."""
+
+    float8 = ""
+
+    def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        self.rows = rows.detach().clone()
+        return self.rows
+
+    def arrived(self) -> torch.Tensor:
+        return self.rows
+
+
+def test_gradients_of_gradients_are_refused():
+    x = torch.randn(4, 128, requires_grad=True)
+    order, scores, here = torch.arange(4), torch.ones(4), [_Loopback(), _Loopback()]
+    here[1].rows = x.detach()
+    outputs = [
+        AddUp.apply(x, order, 4, scores),
+        Finish.apply(Start.apply(x, here[0]), here[0]),
+        FinishSorted.apply(x, here[0], pack(x), order, 4),
+        Relay.apply(x, *here, order, 4, False),
+    ]
+    for out in outputs:
+        (grad,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.sum().backward()

@@ -125,8 +125,9 @@ def test_ranks_with_fewer_rows_or_none_gather_as_many_bytes(tmp_path: Path):
     assert run_ranks(_uneven_linears, 4, log_folder=tmp_path) == [[0.0] * 3] * 4
 
 
-def test_scales_follow_the_optimizer():
-    made = []
+def _counted_scales() -> tuple[Float8Scales, list[int]]:
+    """Scales of one linear, and what grows when they are made."""
+    made: list[int] = []
     linear: Any = SimpleNamespace(weight=None, weight_scale=None)
     scales = Float8Scales([linear])
 
@@ -135,17 +136,33 @@ def test_scales_follow_the_optimizer():
         linear.weight_scale = 1.0
 
     scales.make = make  # type: ignore[method-assign]
+    return scales, made
+
+
+def test_scales_follow_the_optimizer():
+    scales, made = _counted_scales()
     for _ in range(2):
         scales()
     assert len(made) == 2  # no step has been seen
     step = torch.optim.SGD([nn.Parameter(torch.ones(1))]).step
     step()
-    assert linear.weight_scale is None  # a gather ahead of the forward makes its own
+    assert scales._linears[0].weight_scale is None  # a gather ahead of the forward makes its own
     scales()
     scales()
     assert len(made) == 3
     del scales
     step()  # asks nobody
+
+
+def test_each_forward_inside_of_a_step_makes_scales():
+    scales, made = _counted_scales()
+    optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(1))], max_iter=1)
+    for _ in range(2):
+        optimizer.step(lambda: [scales(), scales()] and 1.0)
+    assert len(made) == 4
+    scales()
+    scales()
+    assert len(made) == 5
 
 
 def test_a_loaded_weight_has_no_scale_yet():

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.nn as nn
 import torch.nn.functional as nnf
+from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +32,9 @@ from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec
 
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
+
+# A backward that exchanges, or writes in place, would lose gradients of gradients, and say nothing:
+# ``once_differentiable`` refuses them.
 
 # Shape suffixes, as in dispatch.py: T = tokens, N = routed tokens that are sent, R = that arrive,
 # D = model dimension, W = bytes of a packed row, M = rows that are sent or arrive, if fewer.
@@ -134,6 +138,7 @@ class Start(torch.autograd.Function):
         return sent_ND.view_as(sent_ND)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
         arrived = ctx.exchange.arrived()
         if ctx.exchange.float8 == "back":
@@ -150,6 +155,7 @@ class Finish(torch.autograd.Function):
         return exchange.arrived()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         exchange = ctx.exchange
         if exchange.float8 != "back":
@@ -179,6 +185,7 @@ class FinishSorted(torch.autograd.Function):
         return unpack(packed_RW, sent_ND.shape[-1], sent_ND.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_RD: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
         (indices_R,) = ctx.saved_tensors
         # Without copies each row is written once, and a buffer of zeros would be written twice.
@@ -210,6 +217,7 @@ class AddUp(torch.autograd.Function):
         return sums_MD.index_put_((indices_R,), terms_RD, accumulate=True).to(x_RD.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_MD: torch.Tensor) -> tuple[Any, None, None, Any]:  # type: ignore[override]
         indices_R, scores_R, x_RD = ctx.saved_tensors
         grad_RD = grad_MD[indices_R]

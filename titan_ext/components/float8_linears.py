@@ -26,7 +26,10 @@ import torch.nn as nn
 import torch.nn.functional as nnf
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_map_only
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_utils import amax_to_scale
@@ -154,30 +157,34 @@ class Float8Scales:
     """A forward pre-hook of a model: makes the scales of its gathered float8 weights, all together.
 
     A step of any of torch's optimizers makes them unknown, and so does a state dict that is loaded.
-    Until the first step, every forward makes them anew: weights may change in a way that shows
-    nowhere. Version counters do not tell: foreach steps change none, and a write by one rank alone
-    would leave that rank alone in the all-reduce.
+    Until the first step, and inside of one (a closure's, of LBFGS for example), every forward makes
+    them anew: weights may change in a way that shows nowhere. Version counters do not tell: foreach
+    steps change none, and a write by one rank alone would leave that rank alone in the all-reduce.
     """
 
     def __init__(self, linears: Sequence[GatheredFloat8Linear]) -> None:
         self._linears = linears
         self._weights: list[Any] = [linear.weight for linear in linears]  # sharded
         self._knows_steps = False
-        # A model may end before the process does, and its hook with it.
+        # A model may end before the process does, and its hooks with it.
         forget = weakref.WeakMethod(self._forget)
 
-        def stepped(*_: Any) -> None:
+        def step(knows_steps: bool, *_: Any) -> None:
             if (method := forget()) is not None:
-                method()
+                method(knows_steps)
 
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        for register, ended in (
+            (register_optimizer_step_pre_hook, False),
+            (register_optimizer_step_post_hook, True),
+        ):
+            weakref.finalize(self, register(functools.partial(step, ended)).remove)
 
     def __call__(self, *_: Any) -> None:
         if not self._knows_steps or any(linear.weight_scale is None for linear in self._linears):
             self.make()
 
-    def _forget(self) -> None:
-        self._knows_steps = True
+    def _forget(self, knows_steps: bool) -> None:
+        self._knows_steps = knows_steps
         for linear in self._linears:
             linear.weight_scale = None
 

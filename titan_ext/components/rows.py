@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.token_dispatcher import AllToAllDispatchMetadata
@@ -260,6 +261,7 @@ class Relay(torch.autograd.Function):
         return sent_TD.new_zeros(()).expand(len(leaves), sent_TD.shape[1])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None, None, None, None, None]:  # type: ignore[override]
         (copies_M,), (arriving, leaving) = ctx.saved_tensors, ctx.exchanges
         leaves = _copied_or_added(leaving.arrived(), copies_M, ctx.rows, not ctx.adds)

@@ -7,19 +7,21 @@ titan_ext gives FSDP2 explicit lists: a number of units ahead, or as many as fit
 bytes, in both directions. What "auto" is, ``fsdp.auto`` says.
 
 A recompute needs only the units of its own block. FSDP2 mistakes it for another forward and would
-gather the units ahead again. So before each forward a unit inside a block checks whether backward
-is running. If so, it gathers only its own parameters. A pipeline may also have kept a unit gathered
-since the previous microbatch. So FSDP2's operations differ between forward and recompute, and
-selective checkpointing must not see them (``hide_fsdp``).
+gather the units ahead again. So units have forward lists while the model runs only, and before each
+forward a unit inside a block checks whether backward is running. If so, it gathers its own
+parameters. A pipeline may also have kept a unit gathered since the previous microbatch. So FSDP2's
+operations differ between forward and recompute, and selective checkpointing must not see them
+(``hide_fsdp``).
 
 FSDP2 keeps the all-gather buffer of a unit in forward until it copies out the next unit. So that
 gather may overlap with the copy. But whole blocks are large and copies are short. So a block that
 was gathered ahead copies out before FSDP2's own hook, and its buffer is freed at once.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ from titan_ext.fsdp.units import (
     SUBMODULE_KINDS,
     Unit,
     UnitKind,
+    param_groups,
     splits_blocks,
 )
 
@@ -98,20 +101,67 @@ def plan_prefetch(
 
 
 def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
-    """Give FSDP2 the prefetch lists of ``units``, which are sharded already."""
+    """Let FSDP2 prefetch as ``units`` say, which are sharded already."""
     modules = {unit.name: unit.fsdp_module(model) for unit in units}
+    ahead = {modules[u.name]: [modules[name] for name in u.forward_prefetch] for u in units}
+    lists = _ForwardLists(ahead)
+    # Prepended after fully_shard, and so ahead of FSDP2's hooks, which read the lists.
+    model.register_forward_pre_hook(lists.begin, prepend=True)
+    model.register_forward_hook(lists.end, always_call=True)
     for unit in units:
         module = modules[unit.name]
-        ahead = [modules[name] for name in unit.forward_prefetch]
-        module.set_modules_to_forward_prefetch(ahead)
         # An empty list would mean FSDP2's own choice. The unit itself has been gathered already.
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
-            # Prepended after fully_shard, and so ahead of FSDP2's hook, which reads these lists.
-            hook = _BeforeForward(module, ahead, unit.frees_buffer)
+            hook = _BeforeForward(module, unit.frees_buffer)
             for member in unit.modules(model):
                 member.register_forward_pre_hook(hook, prepend=True)
+
+
+class _ForwardLists:
+    """Hooks of a model: its units have forward prefetch lists while it runs, and at no other time.
+
+    What is gathered ahead and does not run waits for its next forward, whatever becomes of the
+    weights (``FSDPParamGroup.unshard``; ``reshard`` leaves it, too). So a part of the model that
+    runs alone gathers nothing ahead. What a forward with an early exit has left is given up when
+    the next one begins, and not before: a loss in chunks runs the head after the model.
+
+    Args:
+        ahead: The units to gather while a unit runs.
+    """
+
+    def __init__(self, ahead: Mapping[FSDPModule, list[FSDPModule]]) -> None:
+        self._ahead = ahead
+        self._targets = list(dict.fromkeys(chain.from_iterable(ahead.values())))
+        self._left: dict[FSDPModule, list[weakref.ref[torch.Tensor]]] = {}
+
+    @torch._dynamo.disable
+    def begin(self, model: nn.Module, args: Any) -> None:
+        for module, left in self._left.items():
+            # A schedule of a pipeline may gather a unit before its forward, too: that is new.
+            if any(x is ref() for x in _arriving(module) for ref in left):
+                module.unshard()
+                module.reshard()
+        for module, units in self._ahead.items():
+            module.set_modules_to_forward_prefetch(units)
+
+    @torch._dynamo.disable
+    def end(self, model: nn.Module, args: Any, output: Any) -> None:
+        for module in self._ahead:
+            module.set_modules_to_forward_prefetch([])
+        self._left = {
+            module: [weakref.ref(x) for x in buffers]
+            for module in self._targets
+            if (buffers := _arriving(module))
+        }
+
+
+def _arriving(module: FSDPModule) -> list[torch.Tensor]:
+    """The buffers of a unit's all-gathers that no forward has waited for."""
+    # Private: nothing public tells a unit that is being gathered from one that is not.
+    results = (group._all_gather_result for group in param_groups([module]))
+    return [result.all_gather_output for result in results if result is not None]
 
 
 class _OutOfSight:
@@ -142,17 +192,14 @@ def hide_fsdp(modules: Iterable[nn.Module]) -> None:
 
 @dataclass(eq=False)
 class _BeforeForward:
-    """Runs before FSDP2's hook: prefetch in a forward; in a recompute only gather the unit."""
+    """Runs before FSDP2's hook, in a recompute or for a unit that frees its buffer: gathers it."""
 
     module: FSDPModule
-    ahead: list[FSDPModule] = field(default_factory=list)
-    frees_buffer: bool = False
+    frees_buffer: bool
 
     @torch._dynamo.disable
     def __call__(self, member: nn.Module, args: Any) -> None:
-        backward = in_backward()
-        self.module.set_modules_to_forward_prefetch([] if backward else self.ahead)
-        if backward or self.frees_buffer:
+        if self.frees_buffer or in_backward():
             with out_of_sight_of_checkpointing():
                 self.module.unshard()
 
