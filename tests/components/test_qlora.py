@@ -127,7 +127,10 @@ def test_a_base_in_nf4_trains_as_one_rounded_to_it(tmp_path: Path):
 
 
 def _loaded_rank(assign: bool) -> tuple[float, float, str]:
-    """Errors of a weight that is loaded over one in NF4: of the state, and of what is gathered."""
+    """Errors of a weight that is loaded over one in NF4: of the state, and of what is gathered.
+
+    Before that and after it, the weight is asked to train, which is refused.
+    """
     import torch
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
@@ -142,6 +145,14 @@ def _loaded_rank(assign: bool) -> tuple[float, float, str]:
     fully_shard(model, reshard_after_forward=True)
     quantize_at_first_forward(model, ["0"])
     x = torch.eye(256, dtype=torch.bfloat16)
+
+    def refuses_to_train() -> None:
+        model.requires_grad_(True)
+        with pytest.raises(ValueError, match="weight is asked to train"):
+            model(x)
+        model.requires_grad_(False)
+
+    refuses_to_train()
     model(x)
     new = torch.randn(128, 256).bfloat16()
     expected: Any = to_nf4(new)
@@ -151,6 +162,7 @@ def _loaded_rank(assign: bool) -> tuple[float, float, str]:
     saved = model.state_dict()["0.weight"].full_tensor()
     gathered = model(x).T
     kind = type(model[0].weight.to_local()).__name__
+    refuses_to_train()
     dist.destroy_process_group()
     return (
         (saved.float() - expected.float()).abs().max().item(),

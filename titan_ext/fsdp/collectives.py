@@ -230,6 +230,8 @@ class BFloat16ReduceScatter(DefaultReduceScatter):
         ``op`` is SUM: Titan divides the loss, not the gradients. ``async_op`` is ignored.
         """
         assert op == dist.ReduceOp.SUM
+        # Not after an exception between the two that somebody caught.
+        assert input_tensor.dtype == torch.bfloat16, "FSDP2 allocates an input, and then an output"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         by_rank = received.view(group.size(), -1)

@@ -108,8 +108,18 @@ def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
             "(the FSDP plan counts them before quantization)"
         )
 
+    def refuse_trainable(*_: Any) -> None:
+        for name in linears:
+            weight: Any = model.get_submodule(name).weight
+            if weight.requires_grad:
+                raise ValueError(
+                    f"{QUANTIZE_FROZEN}: {name}.weight is asked to train, and weights in NF4 have "
+                    "no gradients; expected it frozen, or the key without it."
+                )
+
     if linears:
         before_first_forward(model, quantize)
+        model.register_forward_pre_hook(refuse_trainable, prepend=True)
 
 
 def _can_be_cut(weight: torch.Tensor, shard_world: int | None) -> bool:

@@ -127,6 +127,9 @@ class _ForwardLists:
     runs alone gathers nothing ahead. What a forward with an early exit has left is given up when
     the next one begins, and not before: a loss in chunks runs the head after the model.
 
+    FSDP2 reshards in backward what its policy keeps gathered. So the first forward with gradients
+    after one without begins with all units sharded.
+
     Args:
         ahead: The units to gather while a unit runs.
     """
@@ -135,6 +138,7 @@ class _ForwardLists:
         self._ahead = ahead
         self._targets = list(dict.fromkeys(chain.from_iterable(ahead.values())))
         self._left: dict[FSDPModule, list[weakref.ref[torch.Tensor]]] = {}
+        self._had_gradients = True
 
     @torch._dynamo.disable
     def begin(self, model: nn.Module, args: Any) -> None:
@@ -143,11 +147,16 @@ class _ForwardLists:
             if any(x is ref() for x in _arriving(module) for ref in left):
                 module.unshard()
                 module.reshard()
+        if torch.is_grad_enabled() and not self._had_gradients:
+            for part in model.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
         for module, units in self._ahead.items():
             module.set_modules_to_forward_prefetch(units)
 
     @torch._dynamo.disable
     def end(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._had_gradients = torch.is_grad_enabled()
         for module in self._ahead:
             module.set_modules_to_forward_prefetch([])
         self._left = {
