@@ -101,6 +101,13 @@ def test_a_rank_sums_what_every_rank_sends(ranks: int, numel: int):
         assert torch.allclose(shard, in_order, rtol=0, atol=ranks * 2**-23 * 4)
         with pytest.raises(AssertionError):
             comm(shard, whole, group, dist.ReduceOp.AVG)
+    # After an exception between the two, for an input that is lost.
+    _, whole, shard = (
+        comm.allocate((n,), dtype=torch.float32, device=torch.device("cpu"))
+        for n in (ranks * numel, ranks * numel, numel)
+    )
+    with pytest.raises(AssertionError, match="allocates an input"):
+        comm(shard, whole, group, dist.ReduceOp.SUM)
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:

@@ -100,8 +100,10 @@ def find_frozen_linears(
 def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
     """Quantize the weights of ``linears`` when ``model`` first runs forward, before FSDP does."""
 
+    modules: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
+
     def quantize() -> None:
-        nbytes = [_quantize(model.get_submodule(name)) for name in linears]
+        nbytes = [_quantize(linear) for linear in modules.values()]
         before, after = map(sum, zip(*nbytes, strict=True))
         logger.info(
             f"NF4: {len(linears)} frozen weights took {before} bytes on this rank, now {after} "
@@ -109,15 +111,14 @@ def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
         )
 
     def refuse_trainable(*_: Any) -> None:
-        for name in linears:
-            weight: Any = model.get_submodule(name).weight
-            if weight.requires_grad:
+        for name, linear in modules.items():
+            if linear.weight.requires_grad:
                 raise ValueError(
                     f"{QUANTIZE_FROZEN}: {name}.weight is asked to train, and weights in NF4 have "
                     "no gradients; expected it frozen, or the key without it."
                 )
 
-    if linears:
+    if modules:
         before_first_forward(model, quantize)
         model.register_forward_pre_hook(refuse_trainable, prepend=True)
 

@@ -21,7 +21,7 @@ was gathered ahead copies out before FSDP2's own hook, and its buffer is freed a
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -136,7 +136,6 @@ class _ForwardLists:
 
     def __init__(self, ahead: Mapping[FSDPModule, list[FSDPModule]]) -> None:
         self._ahead = ahead
-        self._targets = list(dict.fromkeys(chain.from_iterable(ahead.values())))
         self._left: dict[FSDPModule, list[weakref.ref[torch.Tensor]]] = {}
         self._had_gradients = True
 
@@ -161,7 +160,7 @@ class _ForwardLists:
             module.set_modules_to_forward_prefetch([])
         self._left = {
             module: [weakref.ref(x) for x in buffers]
-            for module in self._targets
+            for module in self._ahead
             if (buffers := _arriving(module))
         }
 
