@@ -13,13 +13,16 @@ from tests.helpers.training import Run, Runs, narrow_attention, observed
 
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
 EXPERTS = Run(world=2, ep=2, layers=2, parallelize="submodule", keep_gradients=True, max_norm=1e9)
-EXPERTS = replace(observed(EXPERTS), accumulate=2)
+EXPERTS = replace(observed(EXPERTS), accumulate=2, optimizer="muon")
 REPLICAS = replace(EXPERTS, ep=1, dp_replicate=2, accumulate=1)
 
 
 @pytest.mark.parametrize("run", [EXPERTS, pytest.param(REPLICAS, marks=pytest.mark.slow)], ids=str)
 def test_replicated_trains_as_sharded(run: Run, runs: Runs):
-    """The second step's gradients tell of parameters and optimizer states after the first."""
+    """The second step's gradients tell of parameters and optimizer states after the first.
+
+    AdamW updates norms, and Muon matrices, of which a layer has whole ones beside sharded.
+    """
     names = ("router", "norms", "layers.1.attention.wq")
     kept = runs.get(replace(run, replicate=names, reduce_scatter_buffers=2))
     sharded = runs.get(run)

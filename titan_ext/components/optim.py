@@ -102,33 +102,33 @@ def _muon_arguments(parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
 
     ``parameters`` are of every model part of this rank, by canonical name: DTensors ``[rows,
     columns]`` or ``[experts, rows, columns]``. A layer has one bucket for its matrices, and one for
-    its experts, which have other ranks to talk to.
+    its experts, which have other ranks to talk to. What FSDP keeps whole has buckets of its own:
+    beside sharded matrices DistMuon gives both the updates of others, in silence.
     """
-    buckets = defaultdict(list)
+    buckets, layouts = defaultdict(list), {}
     for name, param in parameters.items():
+        if not isinstance(param, DTensor):
+            raise ValueError(f"DistMuon takes parameters that FSDP has sharded, and {name} is not.")
+        axes = param.device_mesh.mesh_dim_names or ()
+        sharded = [
+            axis
+            for axis, placement in zip(axes, param.placements, strict=True)
+            if not isinstance(placement, Replicate)
+        ]
+        kind, compute = ("matrices", Owned()) if param.ndim == 2 else ("experts", Shard(0))
+        # One rank of the last axis computes what is whole on all: DistMuon must be told of an axis,
+        # and has no replicated computation (torchtitan/distributed/flex_shard/dist_muon.py).
+        layouts[name] = ComputeLayout(
+            shardings_by_mesh_axis=dict.fromkeys(sharded or axes[-1:], compute)
+        )
         layer = _LAYER.match(name)
-        kind = "matrices" if param.ndim == 2 else "experts"
-        buckets[f"{layer[0] if layer else ''}{kind}"].append(name)
+        buckets[f"{layer[0] if layer else ''}{'' if sharded else 'whole '}{kind}"].append(name)
     return {
-        "compute_sharding_by_fqn": {n: _layout(n, param) for n, param in parameters.items()},
+        "compute_sharding_by_fqn": layouts,
         "bucket_configs": tuple(
             BucketConfig(name=name, patterns=tuple(names)) for name, names in buckets.items()
         ),
     }
-
-
-def _layout(name: str, param: nn.Parameter) -> ComputeLayout:
-    if not isinstance(param, DTensor):
-        raise ValueError(f"DistMuon takes parameters that FSDP has sharded, and {name} is not.")
-    axes = param.device_mesh.mesh_dim_names or ()
-    compute = Owned() if param.ndim == 2 else Shard(0)
-    return ComputeLayout(
-        shardings_by_mesh_axis={
-            axis: compute
-            for axis, placement in zip(axes, param.placements, strict=True)
-            if not isinstance(placement, Replicate)
-        }
-    )
 
 
 def resolve_groups(names: Iterable[str], groups: Sequence[ParamGroupConfig]) -> list[list[str]]:
