@@ -67,7 +67,7 @@ from titan_ext.base.stdlib_corpus import (
     register_stdlib_corpus,
 )
 from titan_ext.base.tensors import in_backward
-from titan_ext.fsdp import auto, prefetch, resolve
+from titan_ext.fsdp import auto, collectives, prefetch, resolve
 from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.parallelize.model_spec import balance_all_blocks
 from titan_ext.plan.stand_ins import RankOrder
@@ -548,7 +548,7 @@ def patched(run: Run) -> Iterator[None]:
             dim = run.expert_shard_dim
             stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
-            stack.enter_context(patch(resolve, "copies_out_directly", lambda: False))
+            stack.enter_context(patch(collectives, "copies_out_directly", lambda: False))
             stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
         if run.reduce_scatter_buffers > 1:
             stack.enter_context(patch(resolve, "choose", _choose_buffers(run)))

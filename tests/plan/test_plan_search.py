@@ -439,7 +439,7 @@ def test_the_expected_figure_decides_and_is_printed_first():
     assert waits.step_ms > time.step_ms
     assert fewer.order < more.order
     search = _search()
-    _, first, *_ = tuned.table(search)
+    _, first, *_ = tuned.report(search)
     both = [one.planned.time.expected_tokens_per_second for one in (search.own, search.best)]
     assert first.startswith("expect tokens/s a GPU (+-32%) ")
     assert first.split()[-2:] == [f"{speed:,.0f}" for speed in both]
@@ -541,7 +541,7 @@ def test_what_does_not_fit_is_made_to(tmp_path: Path):
     search = _search({REPLICATE: 8})
     assert not search.own.fits
     assert search.best.fits
-    assert any("does not fit" in line for line in tuned.table(search))
+    assert any("does not fit" in line for line in tuned.report(search))
 
 
 def test_a_config_that_does_not_start_as_a_whole_model_is_refused_with_its_reason():

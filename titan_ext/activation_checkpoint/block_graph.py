@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -188,7 +189,7 @@ def trace(
         exempt: Globs for modules that use no float8.
         name: Of the block in the model, for ``exempt``.
     """
-    had, forward = "forward" in block.__dict__, block.forward
+    forward = block.forward
     store = SavedTensorStore(modules=[block])
     graphs: list[BlockGraph] = []
 
@@ -204,14 +205,8 @@ def trace(
         graphs.append(tracer.graph(out, rates, is_float8))
         return out
 
-    block.forward = traced
-    try:
+    with mock.patch.object(block, "forward", traced):
         yield graphs
-    finally:
-        if had:
-            block.forward = forward
-        else:
-            del block.forward
 
 
 class _Tracer(TorchDispatchMode):
@@ -266,7 +261,7 @@ class _Tracer(TorchDispatchMode):
         autograd = AutogradNodes(first, out, self._nodes_of_ops)
         makers = {storage: {0} for storage in storage_ids(self._inputs)}
         nodes = [sizes.node(self._inputs, OpLocation("", INPUT))]
-        nodes[0] = replace(nodes[0], policies=nodes[0].policies & {SAVE, FLOAT8}, ms=0.0)
+        nodes[0] = replace(nodes[0], policies=nodes[0].policies & {SAVE, FLOAT8})
         calls = []
         kept: dict[int, int] = {}
         looked_at: set[int] = set()
@@ -298,7 +293,7 @@ class _Tracer(TorchDispatchMode):
                 replace(
                     node,
                     policies=policies,
-                    reads=reads - {index},
+                    reads=reads,
                     passes=passes_values(call.func, call.args, call.out),
                     is_read=bool(touched & self._saved),
                     is_attention=_is_attention(call.func),

@@ -194,7 +194,7 @@ class _Call:
         if func is _TO_COPY:
             self._locator.see_cast(args[0], out)
         # It has waited for what arrives: to store that now waits for nothing.
-        if self._arriving and (func is _WAIT or _waits(args)):
+        if self._arriving and (func is _WAIT or AsyncCollectiveTensor in map(type, args)):
             self._store_arrived(args)
         policy = OpPolicy.RECOMPUTE
         # Most operations end here: this runs for each of them, on the host.
@@ -414,11 +414,6 @@ def _in_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def _waits(args: Iterable[Any]) -> bool:
-    """True if an operation had to wait for what a collective brings."""
-    return any(type(x) is AsyncCollectiveTensor for x in args)
 
 
 def _is_copy(entry: Any) -> bool:

@@ -71,11 +71,6 @@ class BlockMemoryReport:
         return self.stored.nbytes
 
     @property
-    def host_nbytes(self) -> int:
-        """Bytes held on the host until backward."""
-        return self.stored.host_nbytes
-
-    @property
     def flops(self) -> int:
         """The floating-point operations of the forward."""
         return sum(row.flops for row in self.ops)
@@ -111,15 +106,16 @@ class MemoryReport:
         """Totals by metric name."""
         mib = 2**20
         by_kind: dict[str, int] = defaultdict(int)
-        for row in self.rows():
+        rows = self.rows()
+        for row in rows:
             by_kind[row.treatment.split(":")[0].split(" ")[0]] += row.nbytes
         flops = sum(block.flops for block in self.blocks)
         again = sum(block.recomputed_flops for block in self.blocks)
         totals = {
-            "stored(MiB)": sum(b.nbytes for b in self.blocks) / mib,
+            "stored(MiB)": rows.nbytes / mib,
             "float8(MiB)": by_kind["float8"] / mib,
             "exact(MiB)": by_kind["exact"] / mib,
-            "host(MiB)": sum(b.host_nbytes for b in self.blocks) / mib,
+            "host(MiB)": rows.host_nbytes / mib,
             "recomputed_ops": sum(b.recomputed_ops for b in self.blocks),
             "recomputed(GFLOP)": again / 1e9,
             "recomputed(%)": 100 * again / flops if flops else 0.0,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from titan_ext.base.messages import BYTES, did_you_mean, matches, parse_bytes
+from titan_ext.base.messages import BYTES, check_choice, did_you_mean, matches, parse_bytes
 
 KEY = "activation_checkpoint"
 FIT = "fit"
@@ -138,12 +138,7 @@ def parse_rules(rules: Mapping[str, str]) -> tuple[Rule, ...]:
 
 def _parse(pattern: str, policy: str) -> Rule:
     key = f"{KEY}.op_policies"
-    names = [p.value for p in OpPolicy]
-    if policy not in names:
-        raise ValueError(
-            f"{key}.{pattern!r} is {policy!r}; expected one of {', '.join(names)}"
-            f"{did_you_mean(policy, names)}"
-        )
+    check_choice(f"{key}.{pattern!r}", policy, [p.value for p in OpPolicy])
     parts = pattern.split(":")
     if not all(parts) or len(parts) > 4:
         raise ValueError(
@@ -154,28 +149,22 @@ def _parse(pattern: str, policy: str) -> Rule:
     if not occurrence.isdecimal():
         raise ValueError(f"{key}: the occurrence in {pattern!r} must be a number from 1 on.")
     namespace, _, name = op.partition(".")
-    if namespace == "aten" and name.isidentifier() and not hasattr(torch.ops.aten, name):
-        raise ValueError(f"{key}: torch has no operation {op!r}{did_you_mean(op, GEMMS)}")
-    if OpPolicy(policy) is not OpPolicy.RECOMPUTE and _is_view(op):
-        raise ValueError(
-            f"{key}.{pattern!r} is {policy!r}; {op} makes views, which have no values of their "
-            "own: expected the operation that makes the values, or recompute."
-        )
+    if namespace == "aten" and name.isidentifier():
+        packet = getattr(torch.ops.aten, name, None)
+        if not hasattr(packet, "overloads"):  # torch.ops.aten has names of its own
+            raise ValueError(f"{key}: torch has no operation {op!r}{did_you_mean(op, GEMMS)}")
+        is_view = any(getattr(packet, overload).is_view for overload in packet.overloads())
+        if is_view and OpPolicy(policy) is not OpPolicy.RECOMPUTE:
+            raise ValueError(
+                f"{key}.{pattern!r} is {policy!r}; {op} makes views, which have no values of "
+                "their own: expected the operation that makes the values, or recompute."
+            )
     if module == INPUT and not OpPolicy(policy).keeps:
         raise ValueError(
             f'{key}."{INPUT}" is {policy!r}; a block cannot recompute its inputs: expected save, '
             "save_float8, offload or offload_float8."
         )
     return Rule(OpPolicy(policy), module, op, operand, int(occurrence))
-
-
-def _is_view(op: str) -> bool:
-    """True if an operation of this exact name only makes views."""
-    namespace, _, name = op.partition(".")
-    if namespace != "aten" or not name.isidentifier():
-        return False
-    packet = getattr(torch.ops.aten, name)
-    return any(getattr(packet, overload).is_view for overload in packet.overloads())
 
 
 def check_names(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from titan_ext.activation_checkpoint.op_rules import (
     parse_rules,
 )
 from titan_ext.activation_checkpoint.presets import Preset, block_policies, block_recipe
-from titan_ext.base.messages import BYTES, did_you_mean, parse_bytes, table_flag
+from titan_ext.base.messages import BYTES, check_choice, parse_bytes, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.components.exchange_policy import Exchanges
 from titan_ext.fp8 import SavedTensorStore
@@ -108,12 +108,7 @@ class FP8AC(ActivationCheckpointing):
 
         def __post_init__(self) -> None:
             for key, literal in {"mode": Mode, "preset": Preset}.items():
-                value, known = getattr(self, key), get_args(literal)
-                if value not in known:
-                    raise ValueError(
-                        f"{KEY}.{key} is {value!r}; expected one of {', '.join(known)}"
-                        f"{did_you_mean(value, known)}"
-                    )
+                check_choice(f"{KEY}.{key}", getattr(self, key), get_args(literal))
             check_releases(self.solved_with)
             for is_wrong, message in (*self._wrong_with_budget(), *self._wrong_together()):
                 if is_wrong:
@@ -393,9 +388,11 @@ def measure_block(
     holder = nn.Module()
     holder.layers = nn.ModuleDict({"0": block})
     policy.apply(holder)
-    out = holder.get_submodule("layers.0")(*args, **kwargs)
-    (loss(out) if loss is not None else out.float().sum()).backward()
-    for locator in policy._locators:
+    (locator,) = policy._locators
+    try:
+        out = holder.get_submodule("layers.0")(*args, **kwargs)
+        (loss(out) if loss is not None else out.float().sum()).backward()
+    finally:
         locator.remove()
     (report,) = policy.memory_report.blocks
     return report

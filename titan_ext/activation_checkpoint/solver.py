@@ -24,7 +24,6 @@ import numpy as np
 from titan_ext.activation_checkpoint.block_graph import (
     CHOICES,
     BlockGraph,
-    Call,
     Node,
     blocks_on_device,
 )
@@ -101,7 +100,6 @@ def solve(
     kinds: Sequence[BlockKind],
     budget: int,
     *,
-    float8: bool = True,
     rule_ms: float = 0.0,
     host: Host | None = None,
 ) -> Solution:
@@ -110,7 +108,6 @@ def solve(
     Args:
         kinds: Of one model. Operations that one rule names have one policy in all of them.
         budget: Bytes held until backward, over all blocks.
-        float8: Whether anything may be stored in float8.
         rule_ms: What an operation must save at least for a policy other than "recompute": so a
             table has no rules for tiny kernels.
         host: Where tensors may wait, too.
@@ -119,12 +116,7 @@ def solve(
         BudgetTooSmallError: if nothing holds so little.
         ValueError: if the solver stops before it knows.
     """
-    program = _Program(
-        kinds,
-        float8=float8,
-        rule_us=max(rule_ms * _US, _A_RULE_US),
-        host=host,
-    )
+    program = _Program(kinds, max(rule_ms * _US, _A_RULE_US), host)
     limit = budget
     while (found := program.minimum(limit)) is not None:
         solution = Solution.of(kinds, found)
@@ -142,7 +134,6 @@ class _Program:
     (tainted), and whether they may differ from the forward's (inexact)."""
 
     kinds: Sequence[BlockKind]
-    float8: bool
     rule_us: float
     host: Host | None
     _costs: list[float] = field(default_factory=list)
@@ -155,8 +146,7 @@ class _Program:
         self._policies = [self._choices(kind) for kind in self.kinds]
         for kind, policies in zip(self.kinds, self._policies, strict=True):
             self._keep_discards_sound(kind.graph, policies)
-            if self.float8:
-                self._keep_attention_exact(kind.graph.nodes, policies)
+            self._keep_attention_exact(kind.graph.nodes, policies)
         self._tie_what_one_rule_names()
         if self.host is not None:
             self._keep_to_the_host(self.host)
@@ -176,7 +166,7 @@ class _Program:
         found = []
         for node in kind.graph.nodes:
             allowed = set(node.policies)
-            if not self.float8 or node.is_attention:
+            if node.is_attention:
                 allowed.discard(FLOAT8)
             if not node.ms and RECOMPUTE in allowed:
                 allowed = {RECOMPUTE}
@@ -243,12 +233,8 @@ class _Program:
         for first, *others in by_name.values():
             for other in others:
                 for policy in first.keys() | other.keys():
-                    terms = {}
-                    if policy in first:
-                        terms[first[policy]] = 1.0
-                    if policy in other:
-                        terms[other[policy]] = -1.0
-                    self._row(terms, 0, 0)
+                    signs = (first, 1.0), (other, -1.0)
+                    self._row({p[policy]: sign for p, sign in signs if policy in p}, 0, 0)
 
     def minimum(self, budget: int | None) -> list[list[OpPolicy]] | None:
         """None if there is no solution; without ``budget`` the one with the fewest bytes.
@@ -318,34 +304,29 @@ def table_of(
     ends = {INPUT: str(input_policy)}, {"*": str(RECOMPUTE)}
     default = _rules_as_user(plans, ends[0] | ends[1])
     without = [k.graph.chosen_by(p) for k, p in zip(kinds, default, strict=True)]
+    names = [_names(kind.graph) for kind in kinds]
     calls = [
-        (call, kind_index, chosen[kind_index][call.node] if call.node >= 0 else None)
-        for kind_index, kind in enumerate(kinds)
+        (call, index, plans[index].is_expensive(call.location.op))
+        for index, kind in enumerate(kinds)
         for call in kind.graph.calls
     ]
+    policies = [chosen[index][call.node] if call.node >= 0 else None for call, index, _ in calls]
     middle: dict[str, str] = {}
-    for index, kind in enumerate(kinds):
-        names = _names(kind.graph)
-        for call in kind.graph.calls:
-            if call.node < 0 or chosen[index][call.node] is without[index][call.node]:
-                continue
-            policy = chosen[index][call.node]
-            is_expensive = plans[index].is_expensive(call.location.op)
-            for pattern in _patterns(call, names[call.node], is_expensive):
-                (rule,) = parse_rules({pattern: str(policy)})
-                same = rule.occurrence or all(
-                    p is policy
-                    for other, k, p in calls
-                    if rule.matches(
-                        other.location, expensive=plans[k].is_expensive(other.location.op)
-                    )
-                )
-                if same:
-                    middle[pattern] = str(policy)
-                    break
+    for (call, index, is_expensive), policy in zip(calls, policies, strict=True):
+        if policy is None or policy is without[index][call.node]:
+            continue
+        for pattern in _patterns(names[index][call.node], is_expensive):
+            (rule,) = parse_rules({pattern: str(policy)})
+            if rule.occurrence or all(
+                p is policy
+                for (other, _, expensive), p in zip(calls, policies, strict=True)
+                if rule.matches(other.location, expensive=expensive)
+            ):
+                middle[pattern] = str(policy)
+                break
     table = ends[0] | middle | ends[1]
-    for kind, policies, plan in zip(kinds, chosen, _rules_as_user(plans, table), strict=True):
-        assert kind.graph.chosen_by(plan) == policies, "the table says what was solved"
+    for kind, wanted, plan in zip(kinds, chosen, _rules_as_user(plans, table), strict=True):
+        assert kind.graph.chosen_by(plan) == wanted, "the table says what was solved"
     return table
 
 
@@ -354,7 +335,7 @@ def _rules_as_user(plans: Sequence[BlockPolicies], table: Mapping[str, str]) -> 
     return [replace(plan, recipe=replace(plan.recipe, user_rules=rules)) for plan in plans]
 
 
-def _patterns(call: Call, full: str, is_expensive: bool) -> Iterator[str]:
+def _patterns(full: str, is_expensive: bool) -> Iterator[str]:
     """Patterns for an operation, the shortest first."""
     module, op, operand, _ = full.split(":")
     if is_expensive:

@@ -32,6 +32,14 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else "."
 
 
+def check_choice(key: str, value: object, known: Collection[str]) -> None:
+    """Raise ValueError if the value of ``key`` is not one of ``known``."""
+    if value not in known:
+        raise ValueError(
+            f"{key} is {value!r}; expected one of {', '.join(known)}{did_you_mean(value, known)}"
+        )
+
+
 def and_more(names: Collection[object], limit: int = 5) -> str:
     """``names`` in a row; of a long list, the first ``limit`` and how many follow."""
     shown = ", ".join(str(name) for name in list(names)[:limit])

@@ -53,6 +53,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -118,7 +119,8 @@ def fast_bfloat16_matmul() -> None:
 
         def multiply_into(keys, *tensors, out, multiply=multiply, into=into, **factors):
             if tensors[-1].dtype is torch.bfloat16:
-                return out.copy_(multiply(keys, *tensors, **factors))
+                product = multiply(keys, *tensors, **factors)
+                return out.resize_(product.shape).copy_(product)
             return into.call_boxed(keys, *tensors, out=out, **factors)
 
         library.impl(name, multiply, "CPU", with_keyset=True, allow_override=True)
@@ -406,19 +408,13 @@ def reduce_without_premul_sum(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-@contextlib.contextmanager
-def list_all_to_all() -> Iterator[None]:
+def list_all_to_all() -> contextlib.AbstractContextManager[Any]:
     """A context in which ``dist.all_to_all`` takes uneven lists over gloo, by one flat exchange.
 
     For stock TorchTitan beside ours: the dispatcher of ours uses another collective.
     """
-    before = dist.all_to_all
-    if needed():
-        dist.all_to_all = _flat_all_to_all
-    try:
-        yield
-    finally:
-        dist.all_to_all = before
+    replaced = mock.patch.object(dist, "all_to_all", _flat_all_to_all)
+    return replaced if needed() else contextlib.nullcontext()
 
 
 def _flat_all_to_all(

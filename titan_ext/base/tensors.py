@@ -171,6 +171,12 @@ def plain_tensors(x: torch.Tensor) -> Sequence[torch.Tensor]:
     return [p for part in parts if isinstance(part, torch.Tensor) for p in plain_tensors(part)]
 
 
+def optimizer_states(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The tensors that optimizers keep of their parameters."""
+    states = (state for optimizer in optimizers for state in optimizer.state.values())
+    return [x for state in states for x in state.values() if isinstance(x, torch.Tensor)]
+
+
 def in_backward() -> bool:
     """True if autograd runs backward in this thread, a recompute included."""
     return torch._C._current_graph_task_id() != -1

@@ -118,7 +118,8 @@ def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None)
         reader = reader or HuggingFaceStorageReader(str(folder))
         stored: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     except Exception as error:  # torch does not say which file it was
-        wrong = [f"{path.name}: {why}" for path in _files(folder) if (why := _unreadable(path))]
+        files = sorted(folder.glob("*.safetensors"))
+        wrong = [f"{path.name}: {why}" for path in files if (why := _unreadable(path))]
         said = and_more(wrong, 3) or f"{type(error).__name__}: {error}"
         raise ValueError(f"{folder} cannot be read as safetensors ({said}).") from error
     twice = [n for n, t in stored.items() if len({c.offsets for c in t.chunks}) < len(t.chunks)]
@@ -169,10 +170,6 @@ def files_of(names: Iterable[str], index: Mapping[str, int]) -> dict[str, int]:
         files[name] = number = index.get(name, number)
     renumbered = {old: new for new, old in enumerate(sorted(set(files.values())), start=1)}
     return {name: renumbered[number] for name, number in files.items()}
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 def _unreadable(path: Path) -> str:

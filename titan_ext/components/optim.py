@@ -37,7 +37,7 @@ from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.protocols.model import BaseModel
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.messages import and_more, did_you_mean
+from titan_ext.base.messages import and_more, check_choice, did_you_mean
 
 MUON = "DistMuon"
 """The ``optimizer_name`` of Titan's Muon."""
@@ -213,11 +213,7 @@ def _check_group(key: str, group: ParamGroupConfig) -> None:
         raise ValueError(
             f"{key}.pattern is {group.pattern!r}: expected a regular expression, {error}."
         ) from error
-    if group.optimizer_name not in _OPTIMIZERS:
-        raise ValueError(
-            f"{key}.optimizer_name is {group.optimizer_name!r}; expected one of "
-            f"{', '.join(_OPTIMIZERS)}{did_you_mean(group.optimizer_name, _OPTIMIZERS)}"
-        )
+    check_choice(f"{key}.optimizer_name", group.optimizer_name, _OPTIMIZERS)
     known = inspect.signature(_OPTIMIZERS[group.optimizer_name]).parameters
     keys = [*(name for name in known if name not in _NOT_KEYS), *_IMPLEMENTATION]
     for name in group.optimizer_kwargs:

@@ -71,10 +71,6 @@ class DryRun:
     """Print the log of the start as well, with FSDP's plan."""
 
     def run(self, flags: list[str]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            self._run(flags, Path(folder))
-
-    def _run(self, flags: list[str], folder: Path) -> None:
         self.memory = self.memory or MEMORY.get(self.machine, "")
         memory = size_of("--memory", self.memory)
         machine = machine_of(self.machine or "h100")  # for its nodes
@@ -120,8 +116,9 @@ class DryRun:
                 options = self._words("memory"), self._words(*_MODEL)
                 print(solve_in_dry_run(config, self.ranks, *options))
             if self.all_stages:
-                (folder / "config.toml").write_text(dump(config))
-                plans = self._plan_all_stages(config, folder)
+                with tempfile.TemporaryDirectory() as folder:
+                    (Path(folder) / "config.toml").write_text(dump(config))
+                    plans = self._plan_all_stages(config, Path(folder))
             else:
                 asked = identity(config)  # a dry run changes its config
                 run = dry_run(

@@ -164,13 +164,12 @@ class Verify:
                 solve_in_dry_run(config, ranks, ["--memory", memory] if memory else [], options)
         nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
         phase("making a small copy")
-        spec = self._own_model() if self.model else None
+        spec = None
+        if self.model:
+            at = KeyLocation("--model", self.model)
+            spec = import_dotted(self.model.replace(":", "."), at)()
         job = make_small(config, layout_of(config, ranks, nodes), keep=self.keep, spec=spec)
         return replace(job, routing=self.routing)
-
-    def _own_model(self) -> Any:
-        """What the function of ``--model`` returns."""
-        return import_dotted(self.model.replace(":", "."), KeyLocation("--model", self.model))()
 
     def _say(self, blame: "Blame", job: "SmallJob", flags: list[str]) -> Iterator[str]:
         """Say who is to blame, and write the smallest file with which the job is wrong."""

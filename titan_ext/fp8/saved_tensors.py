@@ -223,10 +223,6 @@ class MemoryRows(tuple[MemoryRow, ...]):
         return sum(row.nbytes for row in self)
 
     @property
-    def original_nbytes(self) -> int:
-        return sum(row.original_nbytes for row in self)
-
-    @property
     def host_nbytes(self) -> int:
         return sum(row.host_nbytes for row in self)
 

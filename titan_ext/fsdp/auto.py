@@ -79,7 +79,7 @@ def choose(
         compiled: Whether the model is compiled: the experts cannot be a unit of their own then.
     """
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
-    if not splits_experts(model.config, ep):
+    if ep == 1 or not has_experts(model.config):
         return Choice("block" if settings.wrap == "auto" else settings.wrap)
     where, choices = "across nodes", _ACROSS_NODES
     if shards in (ep, 1):
@@ -98,7 +98,11 @@ def choose(
         and (near or can_wait or choice.wrap == "block" or settings.wrap != "auto")
     ]
     may_be_elsewhere = parallel_dims.pp_enabled
-    named = (c for c in candidates if may_be_elsewhere or _has_named_units(model, settings, c.wrap))
+    named = (
+        choice
+        for choice in candidates
+        if may_be_elsewhere or not _unknown_names(settings, plan_units(model, choice.wrap))
+    )
     choice = next(named, candidates[-1])
     reasons = [f'auto is "{choice.wrap}"'] if settings.wrap == "auto" else []
     if not can_wait:
@@ -114,28 +118,18 @@ def choose(
     return replace(choice, why=why)
 
 
-def splits_experts(model: Decoder.Config, ep: int) -> bool:
-    """True if expert parallelism splits experts of a whole model, which may have none."""
-    return ep > 1 and has_experts(model)
-
-
 def check_reshard_groups(settings: FSDPSettings, units: Sequence[Unit]) -> None:
     """Raise ValueError for a name in ``fsdp_reshard_groups`` that matches none of ``units``."""
-    for name in settings.reshard_groups:
-        if not any(unit.is_named(name) for unit in units):
-            kinds = list(dict.fromkeys(unit.kind_name for unit in units))
-            known = [*kinds, *(unit.name for unit in units)]
-            raise ValueError(
-                f"{RESHARD_GROUPS}: no unit of this model is called {name!r}; expected a kind "
-                f"of unit ({', '.join(kinds)}) or a pattern for names such as "
-                f"{units[len(units) // 2].name}{did_you_mean(name, known)}"
-            )
+    for name in _unknown_names(settings, units):
+        kinds = list(dict.fromkeys(unit.kind_name for unit in units))
+        known = [*kinds, *(unit.name for unit in units)]
+        raise ValueError(
+            f"{RESHARD_GROUPS}: no unit of this model is called {name!r}; expected a kind "
+            f"of unit ({', '.join(kinds)}) or a pattern for names such as "
+            f"{units[len(units) // 2].name}{did_you_mean(name, known)}"
+        )
 
 
-def _has_named_units(model: Decoder, settings: FSDPSettings, wrap: Wrap) -> bool:
-    """True if all names in fsdp_reshard_groups are of units that ``wrap`` makes."""
-    try:
-        check_reshard_groups(settings, plan_units(model, wrap))
-    except ValueError:
-        return False
-    return True
+def _unknown_names(settings: FSDPSettings, units: Sequence[Unit]) -> list[str]:
+    groups = settings.reshard_groups
+    return [name for name in groups if not any(unit.is_named(name) for unit in units)]

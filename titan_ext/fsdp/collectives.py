@@ -49,7 +49,7 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
             # FSDPParam._param_fqn is not set before the first forward (FSDPState._init_fqns).
             names = [p._module_info.param_name for p in group.fsdp_params]
             assert names == [p.name.rpartition(".")[2] for p in planned.params], unit.name
-            if plan.copies_out_directly and any(p.shard_dim for p in planned.params):
+            if copies_out_directly() and any(p.shard_dim for p in planned.params):
                 group._all_gather_output_fn = _copy_out  # pyrefly: ignore[missing-attribute]
             # What FSDPModule.set_custom_all_gather and set_custom_reduce_scatter do; they refuse a
             # unit of two groups.
@@ -65,6 +65,11 @@ def set_collectives(model: nn.Module, plan: FSDPPlan) -> None:
                 # Titan's divide factor of 1.0 makes the operation PREMUL_SUM otherwise
                 # (_get_gradient_divide_factors in _fsdp_collectives.py), which ours does not do.
                 module.set_force_sum_reduction_for_comms(True)
+
+
+def copies_out_directly() -> bool:
+    """True if this torch (2.15) lets a parameter group bring its own copy-out."""
+    return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -31,7 +30,6 @@ from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
 from titan_ext.base.no_accelerator import reduce_without_premul_sum
 from titan_ext.base.titan.parallelism import dense_mesh, experts_mesh
 from titan_ext.fsdp.plan import FSDPPlan, GroupKind, UnitPlan
-from titan_ext.fsdp.settings import FSDPSettings
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult]
 
@@ -46,14 +44,7 @@ class FSDPMeshes:
         self.dense, self.dense_axes = dense_mesh(parallel_dims)
         self.experts, self.experts_axes = experts_mesh(parallel_dims)
 
-    def mesh_and_axes(self, kind: GroupKind) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
-        """The mesh of a group of parameters of this kind."""
-        if kind == "dense":
-            return self.dense, self.dense_axes
-        assert self.experts is not None, "only expert parallelism makes groups of experts"
-        return self.experts, self.experts_axes
-
-    def arguments(self, dtypes: FSDPPlan | FSDPSettings) -> dict[str, Any]:
+    def arguments(self, dtypes: FSDPPlan) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
 
         Host memory is pinned for copies to an accelerator; on a CPU nothing could pin it.
@@ -76,7 +67,10 @@ class FSDPMeshes:
 
         ``arguments`` are ``mp_policy``, ``offload_policy`` and ``ignored_params``.
         """
-        mesh, axes = self.mesh_and_axes(kind)
+        mesh, axes = self.dense, self.dense_axes
+        if kind == "experts":
+            assert self.experts is not None, "only expert parallelism makes groups of experts"
+            mesh, axes = self.experts, self.experts_axes
         # Without names of axes fully_shard shards over any mesh (_get_mesh_info); torch's private
         # replicate does not. With names fully_shard replicates over the axes that are named so.
         if axes is None:

@@ -31,7 +31,7 @@ def find_frozen_linears(
     model: nn.Module,
     patterns: Sequence[str],
     *,
-    shard_world: int | None,
+    shard_world: int,
     is_chunk: bool,
     replicated: Collection[str] = (),
 ) -> list[str]:
@@ -41,7 +41,7 @@ def find_frozen_linears(
         model: A decoder, before FSDP, its parameters frozen or not.
         patterns: For names of modules. "*" means every frozen linear in the blocks that can be
             cut, except routers and replicated linears.
-        shard_world: Ranks that dense parameters are sharded over; None if unknown.
+        shard_world: Ranks that dense parameters are sharded over.
         is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
         replicated: Names of the modules that ``parallelism.fsdp_replicate`` keeps whole.
 
@@ -83,7 +83,7 @@ def find_frozen_linears(
             raise ValueError(
                 f"{QUANTIZE_FROZEN}: {path}.weight has {frozen[path].numel()} elements; "
                 f"{shard_world} ranks need equal rows and a multiple of "
-                f"{_BLOCK * (shard_world or 1)} (NF4's blocks)."
+                f"{_BLOCK * shard_world} (NF4's blocks)."
             )
     if "*" in patterns:
         chosen |= {
@@ -123,10 +123,8 @@ def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
         model.register_forward_pre_hook(refuse_trainable, prepend=True)
 
 
-def _can_be_cut(weight: torch.Tensor, shard_world: int | None) -> bool:
+def _can_be_cut(weight: torch.Tensor, shard_world: int) -> bool:
     rows, columns = weight.shape
-    if shard_world is None:
-        return True
     return rows % shard_world == 0 and rows * columns % (_BLOCK * shard_world) == 0
 
 

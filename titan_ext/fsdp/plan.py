@@ -174,8 +174,6 @@ class FSDPPlan:
         param_dtype, reduce_dtype: In which parameters are used, and gradients summed.
         cpu_offload: Whether parameters, gradients and optimizer states stay in host memory.
         symm_mem: Whether collectives use symmetric memory.
-        copies_out_directly: Whether groups that are sharded along another dim than 0 are copied out
-            without a temporary (``fsdp.collectives``).
     """
 
     units: tuple[UnitPlan, ...]
@@ -189,7 +187,6 @@ class FSDPPlan:
     reduce_dtype: dtype = torch.float32
     cpu_offload: bool = False
     symm_mem: bool = False
-    copies_out_directly: bool = True
 
     @property
     def decoder_units(self) -> list[UnitPlan]:

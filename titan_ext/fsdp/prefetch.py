@@ -18,6 +18,7 @@ gather may overlap with the copy. But whole blocks are large and copies are shor
 was gathered ahead copies out before FSDP2's own hook, and its buffer is freed at once.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -172,15 +173,10 @@ def _arriving(module: FSDPModule) -> list[torch.Tensor]:
     return [result.all_gather_output for result in results if result is not None]
 
 
-class _OutOfSight:
-    """A hook of FSDP's that runs without the mode of selective checkpointing."""
-
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, module: nn.Module, *given: Any) -> Any:
-        with out_of_sight_of_checkpointing():
-            return self._hook(module, *given)
+def _out_of_sight(hook: Callable[..., Any], *given: Any) -> Any:
+    """Run a hook of FSDP's without the mode of selective checkpointing."""
+    with out_of_sight_of_checkpointing():
+        return hook(*given)
 
 
 def hide_fsdp(modules: Iterable[nn.Module]) -> None:
@@ -195,7 +191,7 @@ def hide_fsdp(modules: Iterable[nn.Module]) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
                 if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp."):
-                    hooks[key] = _OutOfSight(hook)
+                    hooks[key] = functools.partial(_out_of_sight, hook)
 
 
 @dataclass(eq=False)

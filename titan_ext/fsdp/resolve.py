@@ -18,7 +18,6 @@ from typing import Any
 
 import spmd_types as spmd
 import torch.nn as nn
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims
@@ -56,7 +55,7 @@ from titan_ext.fsdp.units import (
     plan_units,
     replicated_by_unit,
     units_without,
-    vision_units,
+    vision_modules,
 )
 
 
@@ -85,7 +84,8 @@ def resolve_sharding(
     of = _Job(model, settings, parallel_dims, sizes, is_chunk=parallel_dims.pp_enabled)
     # With pipeline parallelism a microbatch may have no images, and FSDP2 fails on a unit that
     # never runs. So there the parameters of a vision tower stay with the root.
-    towers = [] if of.is_chunk else vision_units(model)
+    names = () if of.is_chunk else vision_modules(model)
+    towers = [Unit(name=n, kind=UnitKind.VISION, module_names=(n,)) for n in names]
     ignored = find_ignored(model, settings.ignored, is_chunk=of.is_chunk)
     replicated = find_replicated(model, settings.replicate, is_chunk=of.is_chunk)
     quantized: list[str] = []
@@ -127,13 +127,7 @@ def resolve_sharding(
         reduce_dtype=settings.reduce_dtype,
         cpu_offload=settings.cpu_offload,
         symm_mem=settings.symm_mem,
-        copies_out_directly=copies_out_directly(),
     )
-
-
-def copies_out_directly() -> bool:
-    """True if this torch (2.15) lets a parameter group bring its own copy-out."""
-    return hasattr(_fsdp_collectives, "_default_all_gather_output_fn")
 
 
 def wrong_divisor(key: str, ranks: int, world: int, what_is: str) -> str:
@@ -165,19 +159,14 @@ def _plan_units(
 ) -> list[UnitPlan]:
     """Plan ``units``, but for prefetching; ``others`` are parameters outside all of them."""
     owned = _owned_parameters(of, units, others)
-    plans = [UnitPlan(**vars(u), groups=_plan_groups(of, u, owned[u.name])) for u in units]
-    return [
-        replace(
-            plan,
-            reshard_after_forward=_reshard_of(
-                of,
-                plan,
-                on_model_axis=of.dims.spmd_backend != "spmd_types"
-                and any(is_new for *_, is_new in owned[plan.name].values()),
-            ),
-        )
-        for plan in plans
-    ]
+    plans = []
+    for unit in units:
+        plan = UnitPlan(**vars(unit), groups=_plan_groups(of, unit, owned[unit.name]))
+        is_new = any(is_new for *_, is_new in owned[unit.name].values())
+        on_model_axis = is_new and of.dims.spmd_backend != "spmd_types"
+        reshard = _reshard_of(of, plan, on_model_axis=on_model_axis)
+        plans.append(replace(plan, reshard_after_forward=reshard))
+    return plans
 
 
 def _reshard_of(of: _Job, unit: UnitPlan, *, on_model_axis: bool) -> bool | int:
@@ -207,6 +196,11 @@ def _reshard_of(of: _Job, unit: UnitPlan, *, on_model_axis: bool) -> bool | int:
     if is_head and not names:
         return value == "always"
     if isinstance(value, int):
+        if unit.kind is UnitKind.VISION:
+            raise ValueError(
+                f"{key} is {value}, a number of ranks; TorchTitan reshards {unit.name} always or "
+                f'never. Give it "always" or "never" in {RESHARD_GROUPS}.'
+            )
         if on_model_axis:
             raise ValueError(
                 f"{key} is {value}, a number of ranks. FSDP2 reshards only plain tensors to a "

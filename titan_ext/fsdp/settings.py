@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 
-from titan_ext.base.messages import did_you_mean
+from titan_ext.base.messages import check_choice, did_you_mean
 from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.units import REPLICATE, FSDPWrap
 
@@ -60,8 +60,8 @@ class FSDPSettings:
     @classmethod
     def from_config(
         cls,
-        parallelism: ParallelismConfig | None = None,
-        training: TrainingConfig | None = None,
+        parallelism: ParallelismConfig,
+        training: TrainingConfig,
         ignored: Sequence[str] = (),
     ) -> "FSDPSettings":
         """The settings in Titan's sections, or ours. Missing keys have their defaults."""
@@ -70,17 +70,18 @@ class FSDPSettings:
             for f in fields(cls)
             if hasattr(parallelism, f"fsdp_{f.name}")
         }
-        if parallelism is not None:
-            given["symm_mem"] = parallelism.enable_fsdp_symm_mem
-        if training is not None:
-            given["param_dtype"] = TORCH_DTYPE_MAP[training.mixed_precision_param]
-            given["reduce_dtype"] = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-            given["cpu_offload"] = training.enable_cpu_offload
-        return cls(**given, ignored=ignored)
+        return cls(
+            **given,
+            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            cpu_offload=training.enable_cpu_offload,
+            symm_mem=parallelism.enable_fsdp_symm_mem,
+            ignored=ignored,
+        )
 
     def __post_init__(self) -> None:
-        _check_choice("parallelism.fsdp_wrap", self.wrap, get_args(FSDPWrap))
-        _check_choice(ALL_GATHER, self.float8_all_gather, get_args(Float8AllGather))
+        check_choice("parallelism.fsdp_wrap", self.wrap, get_args(FSDPWrap))
+        check_choice(ALL_GATHER, self.float8_all_gather, get_args(Float8AllGather))
         _ = self.prefetch_limit
         _check_names(REPLICATE, self.replicate)
         _check_names(QUANTIZE_FROZEN, self.quantize_frozen)
@@ -149,13 +150,6 @@ class FSDPSettings:
 def read_reshard(text: str) -> str | int:
     """Parse a reshard setting of the command line: a number of ranks, or a name."""
     return int(text) if text.isdecimal() else text
-
-
-def _check_choice(key: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"{key} is {value!r}; expected one of {', '.join(known)}{did_you_mean(value, known)}"
-        )
 
 
 def _check_reshard(key: str, value: object) -> None:

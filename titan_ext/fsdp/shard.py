@@ -18,7 +18,7 @@ from titan_ext.base.op_cost import Nodes
 from titan_ext.fsdp.collectives import set_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
-from titan_ext.fsdp.plan import FSDPPlan, UnitPlan, count_units, set_plan
+from titan_ext.fsdp.plan import FSDPPlan, count_units, set_plan
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.reads import refuse_reads_of_shards
 from titan_ext.fsdp.resolve import resolve_sharding
@@ -98,7 +98,7 @@ def _fully_shard(model: Decoder, plan: FSDPPlan, meshes: FSDPMeshes) -> None:
             meshes.dense,
             plan.param_dtype,
             plan.reduce_dtype,
-            reshard_after_forward_policy=_titan_policy(tower),
+            reshard_after_forward_policy="always" if tower.reshard_after_forward else "never",
             dp_mesh_dims=meshes.dense_axes,
         )
     arguments = meshes.arguments(plan)
@@ -134,13 +134,3 @@ def _ignore_view_warning(model: Decoder) -> None:
     ]
     if all(type(block).__module__.startswith("torchtitan.models.") for block in blocks):
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-
-
-def _titan_policy(tower: UnitPlan) -> str:
-    reshard = tower.reshard_after_forward
-    if not isinstance(reshard, bool):
-        raise ValueError(
-            f"{tower.name} cannot be resharded to {reshard} ranks: TorchTitan reshards it always "
-            'or never. Set "vision" to "always" or "never" in parallelism.fsdp_reshard_groups.'
-        )
-    return "always" if reshard else "never"

@@ -157,12 +157,6 @@ def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not None}
 
 
-def vision_units(model: nn.Module) -> list[Unit]:
-    """A unit for each vision tower of a multimodal decoder."""
-    kind = UnitKind.VISION
-    return [Unit(name=name, kind=kind, module_names=(name,)) for name in vision_modules(model)]
-
-
 def modules_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Name, module, and full names of its own parameters, for each module that has some.
 

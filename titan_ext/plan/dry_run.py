@@ -34,7 +34,7 @@ from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count
 from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
-from titan_ext.base.tensors import plain_tensors
+from titan_ext.base.tensors import optimizer_states, plain_tensors
 from titan_ext.base.titan.batch import microbatches_of_pass, tokens_of_microbatch
 from titan_ext.base.titan.parallelism import pipeline_mesh
 from titan_ext.components.early_scores import with_early_scores
@@ -373,19 +373,12 @@ class DryRun(Trainer):
         for chosen in dict.fromkeys(plan.why for plan in plans if plan.why):
             yield "", chosen
         parameters = [p for part in self.model_parts for p in part.parameters()]
-        states = [
-            value
-            for optimizer in self.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, torch.Tensor)
-        ]
         mine = sum(part.numel() for p in parameters for part in plain_tensors(p))
         yield (
             "this rank",
             f"{format_count(mine)} parameters: {_nbytes(parameters)}, gradients "
             f"{_nbytes([p.grad for p in parameters if p.grad is not None])}, optimizer states "
-            f"{_nbytes(states)}",
+            f"{_nbytes(optimizer_states(self.optimizers))}",
         )
         if self.memory is not None:
             most = format_bytes(self.memory.unsharded)

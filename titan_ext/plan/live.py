@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.base.op_cost import groups_of, moves_nothing
-from titan_ext.base.tensors import in_backward, plain_tensors, tensors_in
+from titan_ext.base.tensors import in_backward, optimizer_states, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
 from titan_ext.plan.pools import Event, Fusion, Pools, is_fusible
 
@@ -161,11 +161,7 @@ class LiveBytes(TorchDispatchMode):
         for part in parts:
             self.own([*part.parameters(), *part.buffers()], MemoryKind.PARAMETERS)
         self.states_at = len(self.events)
-        for optimizer in optimizers:
-            for state in optimizer.state.values():
-                self.own(
-                    [x for x in state.values() if isinstance(x, torch.Tensor)], MemoryKind.STATES
-                )
+        self.own(optimizer_states(optimizers), MemoryKind.STATES)
         self.step_at = len(self.events)
         self.begin("start")
 

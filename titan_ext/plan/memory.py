@@ -107,11 +107,7 @@ class MemoryPlan:
     @property
     def band(self) -> int:
         """Bytes by which published jobs were off their plans, nine of ten of them."""
-        return int(self._share * (self.peak.nbytes + self.allowance - self._fixed))
-
-    @property
-    def _share(self) -> float:
-        return BANDS[self.job]
+        return int(BANDS[self.job] * (self.peak.nbytes + self.allowance - self._fixed))
 
     @property
     def fits(self) -> bool:
@@ -141,7 +137,8 @@ class MemoryPlan:
         The band of a step that fills the memory stays free: at the peak this is negative just where
         ``surely_spare`` is, and says how much larger the step may grow.
         """
-        band = (self.memory - self._fixed) * self._share / (1 + self._share)
+        share = BANDS[self.job]
+        band = (self.memory - self._fixed) * share / (1 + share)
         return int((self._spare(phase) - band) / (1 + max(self._unused, 0.0)))
 
     def left_for_blocks(self, everything: int, one: int) -> int:
@@ -199,7 +196,7 @@ class MemoryPlan:
 
     def _reserved(self) -> Iterator[str]:
         others = sum(n for stream, n in self.reserved.items() if stream)
-        off_by = f"+-{self._share:.0%}"
+        off_by = f"+-{BANDS[self.job]:.0%}"
         compiled = self.job in (JobClass.LOSS, JobClass.BLOCKS)
         fused = ", without what is fused" if compiled else ""
         yield (

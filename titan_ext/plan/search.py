@@ -246,14 +246,6 @@ class Job:
         Raises ValueError if it does not start. Other arguments are ``with_best_checkpointing``'s,
         and what it is held against: where it cannot win, the reason comes in place of a plan.
         """
-        try:
-            return self._plan(keys, room, at_most, is_whole, best)
-        except LostError as lost:
-            return str(lost)
-
-    def _plan(
-        self, keys: Keys, room: int | None, at_most: float, is_whole: bool, best: Sketch | None
-    ) -> Plan:
         depths = self.depths
 
         def seen(step: tuple[MemoryPlan, StepTime]) -> Sketch:
@@ -279,14 +271,17 @@ class Job:
             return Plan(memory, time, checkpointing, sketch=sketch)
 
         of_step = shortened if depths is not None and not is_whole else plan
-        if room is None:
-            return of_step(None)
-        solve = self.solver(keys)
-        if is_whole and depths is not None:  # most of the way, at less cost
-            found = with_best_checkpointing(room, solve, shortened).checkpointing
-            assert found is not None
-            room = found.nbytes
-        return with_best_checkpointing(room, solve, of_step, at_most)
+        try:
+            if room is None:
+                return of_step(None)
+            solve = self.solver(keys)
+            if is_whole and depths is not None:  # most of the way, at less cost
+                found = with_best_checkpointing(room, solve, shortened).checkpointing
+                assert found is not None
+                room = found.nbytes
+            return with_best_checkpointing(room, solve, of_step, at_most)
+        except LostError as lost:
+            return str(lost)
 
     def step(self, keys: Keys, layers: int = 0) -> tuple[MemoryPlan, StepTime]:
         """Memory and time of a step, of the first ``layers`` alone if there are any."""

@@ -8,7 +8,7 @@ phase. Compared with whole models in tests/plan/test_plan_search.py and benchmar
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
@@ -158,10 +158,6 @@ def _line(short: Any, longer: Any, times: float) -> Any:
     if isinstance(short, Mapping):
         keys = dict.fromkeys([*short, *longer])
         return {key: _line(short.get(key, 0), longer.get(key, 0), times) for key in keys}
-    if isinstance(short, tuple) and hasattr(short, "_fields"):
-        return type(short)(*(_line(*pair, times) for pair in zip(short, longer, strict=True)))
-    if isinstance(short, Sequence) and not isinstance(short, str) and len(short) == len(longer):
-        return [_line(*pair, times) for pair in zip(short, longer, strict=True)]
     if is_dataclass(short) and not isinstance(short, type):
         pairs = {f.name: (getattr(short, f.name), getattr(longer, f.name)) for f in fields(short)}
         return replace(short, **{name: _line(*pair, times) for name, pair in pairs.items()})

@@ -18,16 +18,6 @@ _GIB = 2**30
 
 def report(search: Search) -> Iterator[str]:
     """The user's config and the winner side by side, and the winner's changes."""
-    yield from table(search)
-    found = [
-        f"{', '.join(f'{key} = {to_toml(value)}' for key, value in keys.items())}\n    {words}"
-        for keys, words in changes(search)
-    ]
-    yield from ("", *(found or ["yours is the fastest that was found."]))
-
-
-def table(search: Search) -> Iterator[str]:
-    """The user's config and the winner side by side."""
     own, best = plans = search.own.planned, search.best.planned
     rows = [
         ("", ["yours", "tuned"]),
@@ -54,6 +44,11 @@ def table(search: Search) -> Iterator[str]:
         yield f"no config that was tried is sure to fit; the smallest is over by {lacks}."
     elif not own.fits:
         yield f"yours {_why_not(own)}: its times are of a step that would run out of memory."
+    found = [
+        f"{', '.join(f'{key} = {to_toml(value)}' for key, value in keys.items())}\n    {words}"
+        for keys, words in changes(search)
+    ]
+    yield from ("", *(found or ["yours is the fastest that was found."]))
 
 
 def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -34,7 +34,7 @@ from titan_ext.base.messages import and_more, format_bytes, matches, without_pha
 from titan_ext.base.op_cost import ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.run_folder import RECORD
-from titan_ext.base.tensors import storages_of
+from titan_ext.base.tensors import optimizer_states, storages_of
 from titan_ext.toml.convert import dump, identity
 
 CONFIG = "config.toml"
@@ -338,14 +338,10 @@ def _held_nbytes(trainer: Any) -> list[int]:
     parts = trainer.model_parts
     params = [param for part in parts for param in part.parameters()]
     buffers = [buffer for part in parts for buffer in part.buffers()]
-    of_params = [state for opt in trainer.optimizers for state in opt.state.values()]
-    states = [x for state in of_params for x in state.values()]
+    grads = [param.grad for param in params if param.grad is not None]
     nbytes, seen = [], set()
-    for tensors in ([*params, *buffers], [param.grad for param in params], states):
-        found = {}
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                found |= dict(storages_of(tensor))
+    for tensors in ([*params, *buffers], grads, optimizer_states(trainer.optimizers)):
+        found = {key: size for tensor in tensors for key, size in storages_of(tensor)}
         nbytes.append(sum(size for key, size in found.items() if key not in seen))
         seen |= found.keys()
     return nbytes

@@ -32,7 +32,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
-from titan_ext.base.tensors import Layout, local_tensor, plain_tensors
+from titan_ext.base.tensors import Layout, local_tensor, optimizer_states, plain_tensors
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -353,19 +353,13 @@ class _Watched:
         params = [param for part in self.parts for param in part.parameters()]
         # Of parameters: torch 2.15's groups have none.
         policies = [p.mp_policy for group in self._groups() for p in group.fsdp_params]
-        states = [
-            value
-            for optimizer in cast(Any, self).optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if torch.is_tensor(value) and value.ndim
-        ]
+        states = optimizer_states(cast(Any, self).optimizers)
         found = {
             "parameters": [param.dtype for param in params],
             "gathered in": [policy.param_dtype for policy in policies],
             "gradients": [param.grad.dtype for param in params if param.grad is not None],
             "reduced in": [policy.reduce_dtype for policy in policies],
-            "optimizer": [state.dtype for state in states],
+            "optimizer": [state.dtype for state in states if state.ndim],
         }
         said = {
             name: sorted({str(d).removeprefix("torch.") for d in found[name]}) for name in found

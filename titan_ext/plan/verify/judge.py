@@ -94,9 +94,7 @@ class Verdict:
         if found is None or found.shape != right.shape:
             self.wrong.setdefault(category, []).append(Wrong(f"{name} (missing)", float("inf")))
             return
-        self._note(category, name, *distance(found, right), limit)
-
-    def _note(self, category: str, name: str, error: float, factor: float, limit: float) -> None:
+        error, factor = distance(found, right)
         self.worst[category] = max(self.worst.get(category, 0.0), error)
         if not error <= limit:  # NaN, too
             self.wrong.setdefault(category, []).append(Wrong(name, error, factor))
@@ -255,11 +253,10 @@ def judge_loaded(
     verdict: Verdict, found: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]
 ) -> None:
     """Hold what a trainer loaded against what another one saved, bit for bit."""
-    kinds = {kind: of_kind(saved, kind) for kind in ("param", "bias", "state")}
-    for kind, tensors in kinds.items():
-        loaded = of_kind(found, kind)
-        for name, right in tensors.items():
-            verdict.judge("resume", name, loaded.get(name), right, 0.0)
+    for key, right in saved.items():
+        kind, _, name = key.partition(":")
+        if kind in ("param", "bias", "state"):
+            verdict.judge("resume", name, found.get(key), right, 0.0)
 
 
 def judge_rounding(

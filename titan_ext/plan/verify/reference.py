@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import derive
+from torchtitan.config import ParallelismConfig, derive
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
@@ -91,7 +91,7 @@ class OneProcess(TorchFunctionMode):
         if count < scores.shape[-1]:
             nearest = scores.detach().sort(dim=-1, descending=True).values
             gaps = nearest[..., count - 1] - nearest[..., count]
-            self.gap = min(self.gap, float(gaps[gaps.isfinite()].min()))
+            self.gap = min(self.gap, float(gaps.min()))
         indices = next(self._again, result.indices)
         self.chosen.append(indices)
         return type(result)((scores.gather(-1, indices), indices))
@@ -119,13 +119,9 @@ class Reference:
 
     def __post_init__(self) -> None:
         config = Arm(stock=True, seed=self.seed).config_of(self.job)
-        keys, spec = config.parallelism, config.model_spec
-        for axis in ("tensor", "context", "pipeline", "expert", "data_parallel_replicate"):
-            name = axis if axis.startswith("data") else f"{axis}_parallel"
-            setattr(keys, f"{name}_degree", 1)
-        keys.spmd_backend = "partial_dtensor"
-        keys.data_parallel_shard_degree = 1
-        dist_utils.set_spmd_backend(keys.spmd_backend)
+        spec, backend = config.model_spec, "partial_dtensor"
+        config.parallelism = ParallelismConfig(data_parallel_shard_degree=1, spmd_backend=backend)
+        dist_utils.set_spmd_backend(backend)
         spec.model.update_from_config(config=config)
         self.config = config
         self.model = spec.model.build()

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
 from typing import Any, cast
@@ -178,15 +178,8 @@ class SmallJob:
 
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
     """The layout of a trainer's config on ``ranks``, which its degrees divide."""
-    keys = config.parallelism
-    others = {
-        "dp_replicate": keys.data_parallel_replicate_degree,
-        "cp": keys.context_parallel_degree,
-        "tp": keys.tensor_parallel_degree,
-        "pp": keys.pipeline_parallel_degree,
-    }
-    dp_shard = ranks // math.prod(others.values())
-    return Layout(**others, dp_shard=dp_shard, ep=keys.expert_parallel_degree, nodes=nodes)
+    dims = ParallelDims.from_config(config.parallelism, ranks)
+    return Layout(**{axis: getattr(dims, axis) for axis in (*_AXES, "ep")}, nodes=nodes)
 
 
 def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
@@ -210,14 +203,14 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
     is_odd = large.dp_shard.bit_count() > 1 and not is_crowded
     sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_AXES, _SIZES)
     sizes["dp_shard"] += (3, 6) if is_odd else ()
-    found = []
-    for degrees in itertools.product(*sizes.values()):
-        shards = math.prod(degrees[1:4])
-        for ep in (size for size in _SIZES if shards % size == 0):
-            small = Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=large.nodes)
-            is_small = all(getattr(small, axis) <= getattr(large, axis) for axis in (*_AXES, "ep"))
-            if is_small and small.relations == large.relations:
-                found.append(small)
+    found = [
+        small
+        for small in _layouts(sizes.values(), _SIZES, large.nodes)
+        if all(getattr(small, axis) <= getattr(large, axis) for axis in (*_AXES, "ep"))
+        and small.relations == large.relations
+    ]
+    if not found:
+        raise ValueError(f"no degrees of 1, 2, 4 and 8 stand in the relations of {large}.")
     least = min(found, key=lambda small: small.world)
     if least.world > _MOST_RANKS:
         raise ValueError(f"all axes of {large} need {least.world} processes here: {least}.")
@@ -238,6 +231,15 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
 
     small = min((each for each in found if each.world <= _MOST_RANKS), key=preference)
     return replace(small, nodes=_small_nodes(large, small))
+
+
+def _layouts(
+    sizes: Iterable[Sequence[int]], experts: Sequence[int], nodes: Nodes
+) -> Iterator[Layout]:
+    """Layouts of all these degrees by axis, and of the expert degrees that divide their shards."""
+    for degrees in itertools.product(*sizes):
+        for ep in (n for n in experts if math.prod(degrees[1:4]) % n == 0):
+            yield Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=nodes)
 
 
 def _small_nodes(large: Layout, small: Layout) -> Nodes:
@@ -603,23 +605,13 @@ def other_layouts(layout: Layout) -> list[Layout]:
 
     Experts stay spread over ranks, and where they can over other ones. A pipeline is gone.
     """
-    sizes = (*_SIZES, 16)
-    limits = layout.dp_replicate, layout.world, layout.cp, layout.tp
-    found = []
-    for degrees in itertools.product(*([n for n in sizes if n <= most] for most in limits)):
-        replicate, shard, cp, tp = degrees
-        for ep in (n for n in sizes if n <= layout.world and shard * cp * tp % n == 0):
-            other = Layout(
-                dp_replicate=replicate,
-                dp_shard=shard,
-                cp=cp,
-                tp=tp,
-                pp=1,
-                ep=ep,
-                nodes=layout.nodes,
-            )
-            if other.world <= layout.world and other != layout and (ep == 1 or layout.ep > 1):
-                found.append(replace(other, nodes=_small_nodes(layout, other)))
+    limits = layout.dp_replicate, layout.world, layout.cp, layout.tp, 1
+    sizes = [[n for n in (*_SIZES, 16) if n <= most] for most in limits]
+    found = [
+        replace(other, nodes=_small_nodes(layout, other))
+        for other in _layouts(sizes, sizes[1], layout.nodes)
+        if other.world <= layout.world and other != layout and (other.ep == 1 or layout.ep > 1)
+    ]
 
     def preference(other: Layout) -> tuple[Any, ...]:
         are_whole = layout.ep > 1 and other.ep == 1
