@@ -192,6 +192,14 @@ def test_bytes_of_a_block(config, float8: int, tensors: int, packs: int):
     assert report.nbytes == sum(row.nbytes for row in report.stored)
 
 
+def test_a_block_whose_step_fails_stays_as_it_was():
+    block = _block()
+    with pytest.raises(ZeroDivisionError):
+        measure_block(block, _input(), None, None, loss=lambda out: out / (1 // 0))
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    assert not any(getattr(module, kind) for module in block.modules() for kind in hooks)
+
+
 def test_flops_of_a_block():
     gemms = {"wq": 3072 * 256, "wkv_a": 576 * 256, "wkv_b": 4096 * 512, "wo": 256 * 2048}
     experts, shared, gate = 256 * 256, 512 * 256, 8 * 256

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torchtitan.components.quantization import float8
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.tools import utils as titan_utils
@@ -45,6 +46,14 @@ def test_touches_nothing_where_an_accelerator_is():
     assert any(config.model_spec.traverse(FlexAttention.Config))
     with no_accelerator.layout_independent_init() as mode:
         assert mode is None
+
+
+def test_a_product_in_bfloat16_resizes_what_it_is_written_to():
+    """As torch's own does; the product of these tests is ours on CPUs without bfloat16."""
+    a, b = torch.ones(4, 8).bfloat16(), torch.ones(8, 3).bfloat16()
+    for out in (torch.empty(0).bfloat16(), torch.empty(5, 4, 3).bfloat16()):
+        assert torch.mm(a, b, out=out).shape == out.shape == (4, 3)
+        assert out.eq(8).all()
 
 
 @pytest.mark.parametrize(

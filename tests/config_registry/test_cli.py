@@ -54,6 +54,7 @@ def test_help_and_missing_files_do_not_wait_for_torch():
         "assert main(['show']) == 0\n"
         "assert main(['show', 'nothing.toml']) == main(['shw']) == 1\n"
         "assert main(['dry-run', 'nothing', '--ranks', '4']) == 1\n"
+        "assert main(['verify', 'nothing', '--ranks', '4']) == 2, 'not verified; 1 is WRONG'\n"
         "wrong = ['--ranks', '4', '--machine', 'h10']\n"
         "assert main(['dry-run', 'moe_debug.toml', *wrong]) == 1\n"
         "assert 'torch' not in sys.modules"

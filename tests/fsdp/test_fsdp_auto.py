@@ -81,7 +81,7 @@ def test_a_torch_without_the_buffers(model: Decoder, monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
     chosen = choose(model, FSDPSettings(), degrees(**_ACROSS), NODES)
     assert _chosen(chosen) == ("block", None, 1)
-    assert "from 2.15 on" in chosen.why
+    assert "from 2.14.1 on" in chosen.why
 
 
 def test_a_size_of_the_user_holds_in_both_directions(model: Decoder):

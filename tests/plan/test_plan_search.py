@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import tomllib
@@ -21,7 +22,7 @@ from titan_ext.config_registry.resolve import resolve
 from titan_ext.config_registry.tune import Tune
 from titan_ext.plan import tuned
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.forks import FailedError, Forks
+from titan_ext.plan.forks import FailedError, Forks, _received
 from titan_ext.plan.memory import BANDS, CONTEXT, JobClass, MemoryKind, MemoryPlan, Peak
 from titan_ext.plan.moves import (
     EP,
@@ -218,6 +219,14 @@ def test_calls_run_at_once_and_a_failure_is_a_result(tmp_path: Path):
         3: "its process ended without a result; is the machine out of memory?",
     }
     assert counts == (4, 4)
+
+
+def test_a_process_that_dies_with_its_call_unread_is_a_failure():
+    """Its line is reset, where that of one which has read ends."""
+    line, its = multiprocessing.Pipe()
+    line.send(1)
+    its.close()
+    assert isinstance(_received(line), FailedError)
 
 
 def _forked() -> Any:

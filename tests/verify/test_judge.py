@@ -368,6 +368,16 @@ def test_near_ties_are_drawn_again(gaps: list[float], draws: int, is_right: bool
     assert seeds == list(range(draws))
 
 
+def test_a_choice_among_groups_of_experts_has_no_tie_with_those_that_are_masked():
+    """Titan's router gives experts of other groups -inf; EP over all of them leaves none else."""
+    scores = torch.tensor([[2.0, 1.0, -torch.inf, -torch.inf]])
+    with OneProcess([]) as process:
+        scores.topk(2)
+        assert process.gap == torch.inf
+        scores.topk(1)
+    assert process.gap == 1.0
+
+
 def test_ranks_that_should_have_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Pipeline stages have other tensors; a replica of HSDP has the same as the other."""
     stages: list[dict[str, int]] = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"c": 4}, {"c": 4}]

@@ -252,14 +252,15 @@ def _run_command(
 
 @pytest.mark.slow
 def test_the_key_to_blame_is_named(tmp_path: Path):
-    flags = ("--ranks", "2", "--parallelism.exchange_rows", "rank")
+    flags = ("--ranks", "2", "--machine", "h200", "--parallelism.exchange_rows", "rank")
     code, said = _run_command(tmp_path, *flags, fault=lost_scores)
     assert code == 1
     assert re.search(r"^  grads +WRONG +layers\.1\.", said, re.M)
     assert "blame     stock TorchTitan is right on this layout\n" in said
     assert re.findall(r"wrong with (.*)", said) == ['parallelism.exchange_rows = "rank"']
     assert re.findall(r"right with (.*)", said) == ['parallelism.exchange_rows = "expert"']
-    again = "titan_ext verify wrong_moe_debug.toml --ranks 2 --parallelism.exchange_rows rank"
+    again = "titan_ext verify wrong_moe_debug.toml --ranks 2 --machine h200 "
+    again += "--parallelism.exchange_rows rank"
     assert f"again:    {again}\n" in said
     written = tomllib.loads((tmp_path / "wrong_moe_debug.toml").read_text())
     assert written["activation_checkpoint"] == {"policy": "none"}
@@ -542,6 +543,9 @@ def test_a_small_layout_loses_no_axis():
             assert (str(other), other.pp) != (str(small), small.pp)
     assert refused
     assert all(re.search(" need (32|64) processes here: ", each) for each in refused)
+    large = Layout(dp_replicate=1, dp_shard=12, cp=1, tp=2, pp=1, ep=3, nodes=Nodes(8, 8))
+    with pytest.raises(ValueError, match="no degrees of 1, 2, 4 and 8 stand in the relations of"):
+        small_layout(large, "spmd_types")
 
 
 @pytest.mark.parametrize(("routing", "load"), [("idle", 0), ("skewed", 768), ("balanced", None)])

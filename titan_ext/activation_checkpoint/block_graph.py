@@ -201,8 +201,8 @@ def trace(
             out = tracer.run(forward, args, kwargs)
         finally:
             tracer.locator.remove()
-        is_float8 = _Sizes(store, rates, lambda module: is_exempt(exempt, name, module))
-        graphs.append(tracer.graph(out, rates, is_float8))
+        sizes = _Sizes(store, rates, lambda module: is_exempt(exempt, name, module))
+        graphs.append(tracer.graph(out, rates, sizes))
         return out
 
     with mock.patch.object(block, "forward", traced):

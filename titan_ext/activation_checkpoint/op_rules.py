@@ -145,9 +145,9 @@ def _parse(pattern: str, policy: str) -> Rule:
             f"{key}: {pattern!r} is not a pattern; expected module[:op[:operand[:occurrence]]], "
             'for example "moe.shared_experts.w1" or "*:aten.mm".'
         )
-    module, op, operand, occurrence = (*parts, *("*", "*", "*", "0")[len(parts) :])
-    if not occurrence.isdecimal():
+    if len(parts) == 4 and not (parts[3].isdecimal() and int(parts[3])):
         raise ValueError(f"{key}: the occurrence in {pattern!r} must be a number from 1 on.")
+    module, op, operand, occurrence = (*parts, *("*", "*", "*", "0")[len(parts) :])
     namespace, _, name = op.partition(".")
     if namespace == "aten" and name.isidentifier():
         packet = getattr(torch.ops.aten, name, None)

@@ -46,8 +46,7 @@ from titan_ext.fp8 import Codec, Quantized, codec, dequantize, quantize
 from titan_ext.fp8.codec import SUPPORTED_DTYPES
 from titan_ext.fp8.saved_tensors import SMALL
 
-BACKENDS = ("inductor", "aot_eager")
-
+_BACKENDS = ("inductor", "aot_eager")
 _FLOAT8 = "titan_ext.float8"
 _INPUTS = "titan_ext.inputs"
 _RECOMPUTE = "titan_ext.recompute"
@@ -167,22 +166,24 @@ class Float8Partitioner(CustomPartitionerFn):
         return get_hash_for_files(files), str(asdict(self.codec))
 
 
+def check_backend(backend: str) -> None:
+    """Raise ValueError for a ``compile.backend`` that would ignore a partitioner."""
+    if backend not in _BACKENDS:
+        raise ValueError(
+            f"compile.backend is {backend!r}; float8 activation checkpointing needs one of "
+            f"{', '.join(_BACKENDS)}."
+        )
+
+
 def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str, Any]:
     """Arguments of ``nn.Module.compile`` with which ``partitioner`` cuts this module's graphs.
 
-    It holds for recompilations and for the backward, and for no other module. Raises ValueError for
-    a ``compile.backend`` that would ignore the partitioner.
+    It holds for recompilations and for the backward, and for no other module.
     """
-    match backend:
-        case "inductor":
-            return {"backend": backend, "options": {"custom_partitioner_fn": partitioner}}
-        case "aot_eager":
-            return {"backend": _aot_eager(partitioner)}
-        case _:
-            raise ValueError(
-                f"compile.backend is {backend!r}; float8 activation checkpointing needs one of "
-                f"{', '.join(BACKENDS)}."
-            )
+    check_backend(backend)
+    if backend == "inductor":
+        return {"backend": backend, "options": {"custom_partitioner_fn": partitioner}}
+    return {"backend": _aot_eager(partitioner)}
 
 
 def annotation(inputs: OpPolicy, key: str, *, recompute: bool) -> dict[str, Any]:

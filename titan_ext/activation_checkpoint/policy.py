@@ -184,6 +184,10 @@ class FP8AC(ActivationCheckpointing):
                     "torch.compile: expected save or save_float8, or compile.enable = false."
                 )
 
+        def check_names(self, model: nn.Module) -> None:
+            """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
+            check_names(self.rules(), self.exempt, model)
+
         def check_exempt(self, blocks: int) -> None:
             """Raise ValueError if the policy asks for float8 and exempts every block of a model."""
             names = [f"layers.{index}" for index in range(blocks)]
@@ -242,7 +246,7 @@ class FP8AC(ActivationCheckpointing):
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
                 "titan_ext.components.early_scores.use_early_scores on its spec first."
             )
-        check_names(config.rules(), config.exempt, model)
+        config.check_names(model)
         model.__dict__["_memory_report"] = self.memory_report
 
     def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:

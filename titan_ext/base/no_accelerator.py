@@ -171,7 +171,7 @@ def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> It
     So they are checked as there. Call ``adapt_config`` before one is used here.
 
     Args:
-        capability: Of that accelerator, as ``op_cost.Machine`` has it. Titan's converters ask for
+        capability: Of that accelerator, as ``machines.Machine`` has it. Titan's converters ask for
             theirs; without it they find what they want.
     """
     kind, *version = capability or ("", 0, 0)

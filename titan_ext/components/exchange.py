@@ -8,7 +8,7 @@ does its backward.
 **In float8** (``parallelism.exchange_dtype``), as DeepSeek-V3's report (section 3.3) has it: tokens
 travel to their experts in e4m3 with a scale for 128 values, and so do the gradients of what comes
 back. What the experts return, and the gradients of tokens, stay in bf16: they are sums' terms. A
-row is packed as its values and then its scales, in one buffer of 0.508 of bf16's bytes::
+row is packed as its values and then its scales, in one buffer of 0.504 of bf16's bytes::
 
     packed_NW   uint8, W = D + ceil(D / 128), and zeros up to a multiple of 16
 

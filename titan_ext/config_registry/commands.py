@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -22,7 +22,7 @@ from titan_ext.base.messages import did_you_mean
 from titan_ext.config_registry.dry_run import DryRun
 from titan_ext.config_registry.terminal import loading, phase, quiet
 from titan_ext.config_registry.tune import Tune
-from titan_ext.config_registry.verify import Verify
+from titan_ext.config_registry.verify import NOT_VERIFIED, Verify
 from titan_ext.toml.files import check_new_file, extends_in, listing, nearest, read_chain, to_toml
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ _COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0, or 1 and one message for a mistake of the user's.
+    """Run one command; 0, or one message and 1 for a mistake of the user's, 2 for verify.
 
     Without ``arguments`` it is the program, which ends with its last line.
     """
@@ -164,7 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = _run(sys.argv[1:])
     except SystemExit as end:
-        code = cast(int, end.code or 0)
+        code = end.code or 0
+        if not isinstance(code, int):  # sys.exit("words") in a config function
+            print(code, file=sys.stderr)
+            code = 1
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
     sys.stderr.flush()
@@ -173,9 +176,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
+    name = arguments[0] if arguments else ""
+    failed = NOT_VERIFIED if name == "verify" else 1
     try:
         _import_as_python_m()
-        name = arguments[0] if arguments else ""
         if name not in _COMMANDS and name[:1] not in ("", "-"):
             raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
         command, flags = _parse(arguments)
@@ -184,15 +188,15 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough: titan_ext show | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return failed
     except OSError as error:
         print(f"{error.filename or 'writing'}: {error.strerror or error}.", file=sys.stderr)
-        return 1
+        return failed
     except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
         if not str(error):
             raise
         print(error, file=sys.stderr)
-        return 1
+        return failed
     return 0
 
 

@@ -8,6 +8,7 @@ import shlex
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from titan_ext.plan.verify.legs import Blame
     from titan_ext.plan.verify.small import SmallJob
 
-_WRONG, _NOT_VERIFIED = 1, 2
+_WRONG, NOT_VERIFIED = 1, 2
+_EXPECTED = (ValueError, AssertionError, ImportError, NotImplementedError, OSError)
 _LEGS = {
     "axes": "fp32 beside one process in which nothing is wrapped",
     "keys": "the job's dtypes beside TorchTitan's own parallelize on the same ranks",
@@ -79,9 +81,11 @@ class Verify:
         try:
             with tempfile.TemporaryDirectory(prefix="titan_ext_verify_") as folder:
                 is_right = self._verify(flags, Path(folder))
-        except (ValueError, AssertionError, ImportError, NotImplementedError) as error:
+        except Exception as error:
+            if not isinstance(error, _EXPECTED):
+                traceback.print_exc()
             print(f"NOT VERIFIED: {error or type(error).__name__}", flush=True)
-            raise SystemExit(_NOT_VERIFIED) from None
+            raise SystemExit(NOT_VERIFIED) from None
         took = time.monotonic() - started
         print(f"{'RIGHT' if is_right else 'WRONG'} ({took:.0f} s, {sum(os.times()[:4]):.0f} CPU s)")
         if not is_right:
@@ -162,7 +166,7 @@ class Verify:
                 # With a CPU's kernels, of which the table names operations.
                 options = ["--machine", self.machine, "--on-cpu"]
                 solve_in_dry_run(config, ranks, ["--memory", memory] if memory else [], options)
-        nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain or machine.ranks_per_node)
+        nodes = Nodes(machine.ranks_per_node, machine.nvlink_domain)
         phase("making a small copy")
         spec = None
         if self.model:
@@ -197,9 +201,10 @@ class Verify:
             ]
             Path(again).write_text("\n".join(lines) + "\n")
         command = ["titan_ext", "verify", again, "--ranks", str(job.large_layout.world)]
-        command += ["--routing", self.routing] if self.routing != "balanced" else []
+        for name in ("machine", "memory", "routing", "model"):
+            if (value := getattr(self, name)) != getattr(type(self), name):
+                command += [f"--{name}", value]
         command += ["--keep", *self.keep] if self.keep else []
-        command += ["--model", self.model] if self.model else []
         command += flags
         yield f"again:    {shlex.join(command)}"
 

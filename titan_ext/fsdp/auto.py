@@ -111,8 +111,8 @@ def choose(
         reasons.append(f"{choice.buffers} reduce-scatter buffers")
     if not near and not has_buffers:
         reasons.append(
-            f"one reduce-scatter buffer in torch {torch.__version__}: from 2.15 on small units are "
-            "as fast as whole blocks"
+            f"one reduce-scatter buffer in torch {torch.__version__}: from 2.14.1 on small units "
+            "are as fast as whole blocks"
         )
     why = f"{', '.join(reasons)} (EP {ep}, experts' shards {where})" if reasons else ""
     return replace(choice, why=why)

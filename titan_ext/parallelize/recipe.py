@@ -17,7 +17,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compile import compiles_model
-from titan_ext.activation_checkpoint.policy import Checkpointing, resolve_checkpointing
+from titan_ext.activation_checkpoint.policy import FP8AC, Checkpointing, resolve_checkpointing
 from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.messages import Mistakes
 from titan_ext.base.op_cost import Nodes
@@ -103,6 +103,7 @@ def check_names(
     model: Decoder.Config,
     settings: FSDPSettings,
     parallelism: ParallelismConfig,
+    ac_config: ActivationCheckpointingConfig | FP8AC.Config = None,
     *,
     compiled: bool = False,
 ) -> None:
@@ -114,7 +115,9 @@ def check_names(
     number of ranks is not known yet, or no degrees fit it.
     """
     to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
-    if not (settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks):
+    of_units = settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks
+    policy = ac_config if isinstance(ac_config, FP8AC.Config) else FP8AC.Config()
+    if not (of_units or policy.op_policies or policy.exempt):
         return
     shards = shard_axis(parallelism)
     ep, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
@@ -122,6 +125,9 @@ def check_names(
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
+    policy.check_names(built)
+    if not of_units:
+        return
     cp, copies = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
     dims = ParallelDims(
         dp_replicate=copies,

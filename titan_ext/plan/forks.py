@@ -106,7 +106,7 @@ class Forks:
 def _received(line: Connection) -> Any:
     try:
         return line.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):  # reset: it had not read its call
         return FailedError("its process ended without a result; is the machine out of memory?")
 
 
@@ -156,7 +156,7 @@ def _serve(
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(file, stream)
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             gc.freeze()  # what lives is kept: imports and caches, which take long to walk
             line.send(answer(line.recv()))

@@ -26,6 +26,7 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.activation_checkpoint.partition import check_backend
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes, are_checked_later
 from titan_ext.base.run_check import RunCheck, world_size
@@ -124,6 +125,7 @@ class Trainer(TitanTrainer):
             ]
             if isinstance(policy, FP8AC.Config) and compiled:
                 checks.append(policy.check_compiled)
+                checks.append(lambda: check_backend(self.compile.backend))
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec, self.parallelism, self.training))
                 checks.append(lambda: mistakes.extend(wrong_attention(self)))
@@ -157,7 +159,8 @@ class Trainer(TitanTrainer):
             )
             mistakes.extend(wrong)
             if not wrong:
-                check_names(model, settings, self.parallelism, compiled=compiled)
+                policy = self.activation_checkpoint
+                check_names(model, settings, self.parallelism, policy, compiled=compiled)
 
         def _leave_out_cuda_graphs(self) -> None:
             """Switch CUDA graphs off where Titan refuses them: they are on by default there."""

@@ -225,7 +225,8 @@ class Legs:
     def blame(self, leg: str, verdict: Verdict) -> Blame:
         """Find the fewest keys with which ``leg``, whose ``verdict`` is WRONG, still is.
 
-        Keys are left out by halves, at most ``_MOST_RUNS`` times, of the steps that show it.
+        Keys are left out by halves, at most ``_MOST_RUNS`` times, of the steps that show it; then
+        each that is left by itself.
         """
         # Eager: TorchTitan 0.3 halves the experts' loads of compiled blocks with checkpoints.
         if not self.axes(stock=True, steps=verdict.step, changes=((COMPILE, False),)).is_right:

@@ -100,7 +100,7 @@ class Processes:
                 rank = missing[line]  # type: ignore[index]
                 try:
                     is_good, result = line.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionError):  # reset: it had not read its call
                     is_good, result = False, f"it died{self._tail(rank)}"
                 if not is_good:
                     raise RunError(f"rank {rank}: {result}")
