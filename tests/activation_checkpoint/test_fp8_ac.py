@@ -434,6 +434,32 @@ def test_a_policy_that_decides_nothing_is_said(caplog):
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        Config(mode="no_recompute"),
+        Config(preset="stock", op_policies={"moe.routed_experts:aten._grouped_mm": "save_float8"}),
+    ],
+    ids=["no_recompute", "op_policies"],
+)
+def test_a_block_that_leaves_itself_out_is_reported_once_it_runs(config: Config, caplog):
+    """As by stochastic depth, in the first forward: nothing is wrong with the policy."""
+    model = debug_model(layers=2)
+    block = model.layers["1"]
+    base, skips = type(block), [True]
+
+    def forward(self: Any, x_BLD: torch.Tensor, *args: Any) -> torch.Tensor:
+        return x_BLD + torch.rand(()) if skips and skips.pop() else base.forward(self, x_BLD, *args)
+
+    block.__class__ = type("Mine", (base,), {"forward": forward})
+    enable_fp8_activation_checkpointing(model, config)
+    with caplog.at_level(logging.WARNING):
+        for blocks in (["layers.0"], ["layers.0", "layers.1"]):
+            _forward(model, tokens())
+            assert [report.block for report in memory_report_of([model]).blocks] == blocks
+    assert "has no effect in" not in caplog.text
+
+
+@pytest.mark.parametrize(
     ("config", "said"),
     [
         (Config(exempt=["layers.7"]), r"exempt: no module of the model is called 'layers\.7'"),

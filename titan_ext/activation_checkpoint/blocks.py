@@ -104,11 +104,15 @@ class EagerBlock:
     def report(
         self, entries: list[Any], calls: Sequence[tuple[OpLocation, OpPolicy, int]] = ()
     ) -> None:
-        """End of the first forward; see ``BlockMemoryReport.of``."""
-        self.is_reported = True
+        """End of the first forward; see ``BlockMemoryReport.of``.
+
+        It is not yet one where the block has left itself out, as stochastic depth does.
+        """
         report = BlockMemoryReport.of(self.policies.name, entries, calls)
         entries.clear()
-        self.on_report(report)
+        self.is_reported = bool(report.flops if calls else report.packs)
+        if self.is_reported:
+            self.on_report(report)
 
 
 @dataclass(eq=False, kw_only=True)
