@@ -117,7 +117,7 @@ def check_names(
     to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
     of_units = settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks
     policy = ac_config if isinstance(ac_config, FP8AC.Config) else FP8AC.Config()
-    if not (of_units or policy.op_policies or policy.exempt):
+    if not (of_units or {*policy.op_policies, *policy.exempt} - {"*"}):
         return
     shards = shard_axis(parallelism)
     ep, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
