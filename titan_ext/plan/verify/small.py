@@ -238,7 +238,8 @@ def _layouts(
 ) -> Iterator[Layout]:
     """Layouts of all these degrees by axis, and of the expert degrees that divide their shards."""
     for degrees in itertools.product(*sizes):
-        for ep in (n for n in experts if math.prod(degrees[1:4]) % n == 0):
+        shards = math.prod(degrees[1:4])
+        for ep in (n for n in experts if shards % n == 0):
             yield Layout(**dict(zip(_AXES, degrees, strict=True)), ep=ep, nodes=nodes)
 
 
