@@ -116,7 +116,7 @@ def run(
         if not kernels:
             arguments["backend"] = without_kernels
         for part in parts(model, units):
-            part.main.compile(fullgraph=True, **arguments)
+            part.compile(fullgraph=True, **arguments)
     waiting: dict[int, int] = {}
     profiler, x_BLD = profile(), torch.empty(0)
     for seq_len in lengths:
@@ -234,7 +234,7 @@ def test_without_float8_nothing_changes():
     units = plan_units(model, "submodule")
     checkpoint_blocks(model, FP8AC(EXACT), units, compiled=True)
     for part in parts(model, units):
-        part.main.compile(backend="aot_eager", fullgraph=True)
+        part.compile(backend="aot_eager", fullgraph=True)
     torch.manual_seed(1)
     h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
     for block in model.layers.values():

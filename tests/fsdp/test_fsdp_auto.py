@@ -72,11 +72,6 @@ def test_a_dense_model_has_nothing_to_split():
     assert _chosen(choose(dense, FSDPSettings(), degrees(**_ACROSS), NODES)) == ("block", None, 1)
 
 
-def test_compiled_blocks_hold_no_unit(model: Decoder):
-    chosen = choose(model, FSDPSettings(), degrees(**_ACROSS), NODES, compiled=True)
-    assert _chosen(chosen) == ("block", None, 1)
-
-
 def test_a_torch_without_the_buffers(model: Decoder, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delattr(FSDPModule, "set_reduce_scatter_max_input_buffers")
     chosen = choose(model, FSDPSettings(), degrees(**_ACROSS), NODES)

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""torch.compile for the pieces that FSDP leaves whole, with activation checkpointing inside.
+"""torch.compile for the pieces that FSDP and exchanges leave whole, with checkpoints inside.
 
-FSDP's hooks cannot run inside a compiled region. With whole-block units we compile the block, as
-stock Titan does; with sub-module units each module of a unit. Both go through Titan's own
-``apply_compile``, which sets the compiler flags and handles FlexAttention regions. The recompile
-limit is raised here, too.
+What is compiled is the forward of a module, with its SPMD boundary; its hooks, FSDP's and a user's,
+run around it. With whole-block units we compile the block, as stock Titan does; with sub-module
+units each module of a unit. All go through Titan's own ``apply_compile``, which sets the compiler
+flags and handles FlexAttention regions. The recompile limit is raised here, too.
+
+A block whose tokens travel between ranks, or whose routed experts are an FSDP unit, is compiled in
+pieces (``_pieces``): attention with its norm, the norm of the experts, the router, the inner
+experts and the shared ones. The block's forward, ``MoE.forward`` and the token dispatcher stay
+eager, so halves pause there, shared experts run while tokens travel, and counts are read by the
+host. A compiler of the whole layer has to break there as well: it waits where the standard
+dispatcher reads its counts, and overlaps nothing. What passes between pieces is kept, so that no
+exchange runs again. Policy "full" keeps the input of the block alone: its checkpoint stays eager,
+around the pieces, and sends tokens again as it does in eager mode.
 
 A checkpoint around a block would see compiled code instead of matrix multiplications. It would save
 nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
@@ -20,8 +29,8 @@ returns twice, or a hook does, each module is compiled and checkpointed by itsel
 added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
 
 Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
-recompute counts again. Compiled code does not count again, so blocks that are compiled whole are
-not wrapped, whatever the policy.
+recompute counts again. Compiled code does not count again, and nothing between pieces does, so only
+blocks with an eager checkpoint are wrapped.
 """
 
 import itertools
@@ -33,6 +42,8 @@ import torch
 import torch._dynamo
 import torch.nn as nn
 from torch import fx
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import Unsupported
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -50,6 +61,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_effects import op_name
@@ -63,10 +76,19 @@ from titan_ext.activation_checkpoint.partition import (
 )
 from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import parts_in, plain_tensors
-from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, splits_blocks, vision_modules
+from titan_ext.components.exchange import Inside
+from titan_ext.fsdp.units import (
+    SUBMODULE_KINDS,
+    Unit,
+    UnitKind,
+    plan_units,
+    splits_blocks,
+    vision_modules,
+)
 
-# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed.
-_RECOMPILE_LIMIT = 12
+# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed, for each of the six kinds
+# of pieces: Dynamo counts them as one function.
+_RECOMPILE_LIMIT = 12 * 6
 # PREFER_SAVE is float8 to our partitioner, since torch's gives it no meaning (``partition``).
 _ANSWERS = {
     OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
@@ -94,9 +116,11 @@ def checkpoint_blocks(
         for part in parts(model, units):
             policies = policy.compiled_policies(part.block, part.block_name)
             part.checkpoint(
-                compiled_checkpoint(part.modules, part.child, policies, policy.used_rules)
+                compiled_checkpoint(
+                    part.modules, part.child, policies, policy.used_rules, part.arrives
+                )
             )
-    elif compiled and splits_blocks(units) and isinstance(policy, SelectiveAC):
+    elif compiled and isinstance(policy, SelectiveAC):
         # For what it sets in Dynamo: a workaround for checkpoints in pipelines (pytorch 166926).
         policy.apply(_Layers({}))
         for part in parts(model, units):
@@ -105,37 +129,38 @@ def checkpoint_blocks(
             part.checkpoint(cast(Any, wrapper).checkpoint_fn)
     else:
         policy.apply(model)
-        if compiled and not splits_blocks(units):
-            _checkpoint_inside(model)
+        for name, wrapper in model.layers.items():
+            whole = compiled and not splits_blocks(units)
+            if whole and isinstance(wrapper, CheckpointWrapper) and not in_pieces(wrapper):
+                # Torch's wrapper has no public name for what it wraps.
+                block = wrapper._checkpoint_wrapped_module
+                model.layers.register_module(name, block)
+                CompiledPart(block, f"layers.{name}", {"": block}, "").checkpoint(
+                    wrapper.checkpoint_fn
+                )
     for tower in vision_modules(model).values():
         if hasattr(tower, "layers"):
             policy.apply(tower)
 
 
-def _checkpoint_inside(model: Decoder) -> None:
-    """Let blocks that will be compiled checkpoint themselves, in place of what wraps them."""
-    for name, wrapper in model.layers.items():
-        if isinstance(wrapper, CheckpointWrapper):
-            # Torch's wrapper has no public name for what it wraps.
-            block = wrapper._checkpoint_wrapped_module
-            model.layers.register_module(name, block)
-            part = CompiledPart(block, f"layers.{name}", {"": block}, "")
-            part.checkpoint(wrapper.checkpoint_fn)
-
-
 @dataclass(frozen=True)
 class CompiledPart:
-    """One compiled region: a block, or the modules of a sub-module unit.
+    """One compiled region: a block, the modules of a sub-module unit, or a piece of a block.
 
     Attributes:
         modules: By name in the block, in the order in which they run; the block itself is "".
         child: The name in the block of the module that runs them all.
+        is_piece: Whether something stays eager beside it in the block.
+        arrives: The name in the block of what brings its input from other ranks, so many rows as
+            the router chose; "" for a part whose input has a fixed size.
     """
 
     block: nn.Module
     block_name: str
     modules: dict[str, nn.Module]
     child: str
+    is_piece: bool = False
+    arrives: str = ""
 
     @property
     def main(self) -> nn.Module:
@@ -147,8 +172,8 @@ class CompiledPart:
         """The name of ``main`` in the model."""
         return join(self.block_name, self.child)
 
-    def checkpoint(self, checkpoint: Callable[..., Any]) -> None:
-        """Let ``main`` run the whole chain as ``checkpoint(function, *args, **kwargs)``."""
+    def checkpoint(self, checkpoint: Callable[..., Any] | None) -> None:
+        """Let ``main`` run the whole chain, as ``checkpoint(function, *args, **kwargs)``."""
         position = list(self.modules).index(self.child)
         forwards = [module.forward for module in self.modules.values()]
         before, main_forward = forwards[:position], forwards[position]
@@ -163,11 +188,64 @@ class CompiledPart:
             return x
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(chain, *args, **kwargs)
+            return (
+                chain(*args, **kwargs) if checkpoint is None else checkpoint(chain, *args, **kwargs)
+            )
 
         # On the instances, as Titan's own Module.parallelize does: FSDP's hooks stay around them.
         for module in self.modules.values():
-            cast(Any, module).forward = forward if module is self.main else _PassThrough(self)
+            cast(Any, module).forward = (
+                _Region(self, chain, forward) if module is self.main else _PassThrough(self)
+            )
+
+    def compile(self, **arguments: Any) -> None:
+        """Compile what ``main`` runs; the arguments are those of ``torch.compile``."""
+        if not isinstance(self.main.forward, _Region):
+            self.checkpoint(None)
+        cast(Any, self.main.forward).compile(**arguments)
+
+    def stays_eager(self) -> str:
+        """The reason why a piece is not compiled; "" if it is."""
+        inside = [m for top in self.modules.values() for m in top.modules() if m is not top]
+        if hasattr(self.main, "send_scores") and self.arrives:
+            return "it exchanges routing scores (activation_checkpoint.score_before_last_gemm)"
+        return next(filter(None, map(user_hook, inside)), "")
+
+
+class _Region:
+    """The forward of the main module of ``part``: eager, or compiled."""
+
+    def __init__(
+        self, part: CompiledPart, chain: Callable[..., Any], forward: Callable[..., Any]
+    ) -> None:
+        self.part, self._chain, self._forward = part, chain, forward
+        self._is_checked = False
+
+    def compile(self, **arguments: Any) -> None:
+        self._forward = torch.compile(self._forward, **arguments)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part = self.part
+        if part.arrives:
+            # A rank may get no row, or one: as a known size each of them would be compiled apart.
+            for x in (args[0], *kwargs.values()):
+                if isinstance(x, torch.Tensor):
+                    mark_unbacked(x, 0, shape_id=part.arrives)
+        if self._is_checked or not part.is_piece:
+            return self._forward(*args, **kwargs)
+        # Once, when it first runs: a user's hooks come after the model is parallelized.
+        why = part.stays_eager()
+        try:
+            return self._chain(*args, **kwargs) if why else self._forward(*args, **kwargs)
+        except Unsupported as error:  # before anything ran
+            why = str(error).partition("\n")[0]
+            return self._chain(*args, **kwargs)
+        finally:
+            self._is_checked = True
+            if why:
+                # With all that autograd saves: a checkpoint would run again what communicates.
+                self._forward = self._chain
+                logger.info(f"{part.name} is not compiled: {why}.")
 
 
 @dataclass(frozen=True)
@@ -188,20 +266,57 @@ class _PassThrough:
 
 def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
     """The parts of the transformer blocks of ``model`` that are compiled, in forward order."""
-    blocks = {f"layers.{name}": block for name, block in model.layers.items()}
-    kinds = SUBMODULE_KINDS if splits_blocks(units) else (UnitKind.BLOCK,)
-    for unit in units:
-        if unit.kind not in kinds or unit.block not in blocks:
+    split = plan_units(model, "submodule")
+    for key, wrapped in model.layers.items():
+        block = cast(nn.Module, getattr(wrapped, "_checkpoint_wrapped_module", wrapped))
+        name, pieces = f"layers.{key}", in_pieces(wrapped, units)
+        kinds = SUBMODULE_KINDS if pieces or splits_blocks(units) else (UnitKind.BLOCK,)
+        names = {wrapped: "", block: ""} | {child: name for name, child in block.named_children()}
+        for unit in split if pieces else units:
+            if unit.kind not in kinds or unit.block != name:
+                continue
+            modules = {names[module]: module for module in unit.modules(model)}
+            if _is_chain(block, modules) and not (
+                pieces and any(map(_dispatches, modules.values()))
+            ):
+                child = next(name for name in modules if name in ("", *CHILDREN))
+                yield CompiledPart(block, name, modules, child, is_piece=pieces)
+                continue
+            for child, module in modules.items():
+                for piece, part, arrives in (
+                    _pieces(child, module) if pieces else [(child, module, "")]
+                ):
+                    yield CompiledPart(block, name, {piece: part}, piece, pieces, arrives)
+
+
+def pieces_in(block: nn.Module) -> dict[str, nn.Module]:
+    """The modules of ``block`` that run its pieces, by name; none if it is compiled as a whole."""
+    found = {name: m for name, m in block.named_modules() if isinstance(m.forward, _Region)}
+    return {name: m for name, m in found.items() if cast(_Region, m.forward).part.is_piece}
+
+
+def in_pieces(block: nn.Module, units: Sequence[Unit] = ()) -> bool:
+    """True if tokens travel in ``block``, or ``units`` gather its routed experts by themselves."""
+    gathers = any(unit.kind is UnitKind.EXPERTS for unit in units)
+    dispatchers = (getattr(m, "token_dispatcher", None) for m in block.modules())
+    return any(d is not None and (gathers or getattr(d, "ep_mesh", None)) for d in dispatchers)
+
+
+def _dispatches(module: nn.Module) -> bool:
+    return any(hasattr(inside, "token_dispatcher") for inside in module.modules())
+
+
+def _pieces(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The largest modules of ``module`` in which no token travels, and what brings their input."""
+    if not _dispatches(module):
+        yield name, module, ""
+        return
+    for child_name, child in module.named_children():
+        if isinstance(child, Inside):  # a name for what the dispatcher does
             continue
-        block = blocks[unit.block]
-        names = {block: "", **{module: name for name, module in block.named_children()}}
-        modules = {names[module]: module for module in unit.modules(model)}
-        if _is_chain(block, modules):
-            child = next(name for name in modules if name in ("", *CHILDREN))
-            yield CompiledPart(block, unit.block, modules, child)
-        else:
-            for name, module in modules.items():
-                yield CompiledPart(block, unit.block, {name: module}, name)
+        of_experts = hasattr(module, "token_dispatcher") and isinstance(child, GroupedExperts)
+        for piece, part, arrives in _pieces(join(name, child_name), child):
+            yield piece, part, name if of_experts else arrives
 
 
 def _is_chain(block: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
@@ -248,15 +363,17 @@ def compiled_checkpoint(
     main: str,
     policies: BlockPolicies,
     used_rules: set[Rule] | None = None,
+    arrives: str = "",
 ) -> Callable[..., Any]:
     """A checkpoint for compiled code, to be called with a function and its arguments.
 
     The function runs ``modules``, by name in the block ("" is the block itself), from ``main``.
-    ``used_rules`` collects the user's rules that decided an operation.
+    ``used_rules`` collects the user's rules that decided an operation. ``arrives`` as in
+    ``CompiledPart``: then the input is kept as the output of an exchange.
     """
     # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
     # to tell whether it may be; it does look at constants that the traced function uses.
-    inputs = Resolver(policies, used_rules).resolve_input()
+    inputs = Resolver(policies, used_rules).resolve_input(arrives)
     names = [
         join(top, canonical_fqn(name))
         for top, part in modules.items()
@@ -361,41 +478,55 @@ def compile_units(
     applied; ``policy`` did it. Raises ValueError if the policy stores in float8, and the compiler
     backend cannot do that.
     """
-    float8_arguments = None
+    more: dict[str, Any] = {}
     if isinstance(policy, FP8AC):
         partitioner = Float8Partitioner(policy.codec, report=policy.memory_report.add_graph)
-        float8_arguments = compile_arguments(partitioner, compile_config.backend)
+        more = compile_arguments(partitioner, compile_config.backend)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         # A block may be compiled once while its inputs are still in flight (AsyncCollectiveTensor)
         # and again for plain tensors. Models that alternate kinds of attention need twice that.
         # From torchtitan/models/gpt_oss/parallelize.py, for every decoder.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
-    targets = [_units_as_layers(model, units) if splits_blocks(units) else model]
-    targets += [tower for tower in vision_modules(model).values() if hasattr(tower, "layers")]
-    for target in targets:
-        apply_compile(target, compile_config=compile_config, parallel_dims=parallel_dims)
-        if float8_arguments is not None:
-            # Once more: ``apply_compile`` takes no options, and nothing has compiled yet.
-            for module in target.get_submodule("layers").children():
-                module.compile(fullgraph=True, **float8_arguments)
+    found = {part.name: part for part in parts(model, units)}
+    for part in found.values():
+        if part.arrives:
+            dispatcher = part.block.get_submodule(part.arrives).token_dispatcher
+            cast(Any, dispatcher).keeps_outputs_narrow = True
+    _compile(found, compile_config, parallel_dims, more)
+    for name, tower in vision_modules(model).items():
+        if hasattr(tower, "layers"):
+            layers = cast(nn.ModuleDict, tower.layers)
+            blocks = {f"{name}.layers.{key}": block for key, block in layers.items()}
+            of_tower = {key: CompiledPart(b, key, {"": b}, "") for key, b in blocks.items()}
+            _compile(of_tower, compile_config, parallel_dims, more)
+
+
+def _compile(
+    found: Mapping[str, CompiledPart],
+    compile_config: CompileConfig,
+    parallel_dims: ParallelDims,
+    more: Mapping[str, Any],
+) -> None:
+    layers = {name.replace(".", "/"): _Layer(part, more) for name, part in found.items()}
+    apply_compile(_Layers(layers), compile_config=compile_config, parallel_dims=parallel_dims)
+
+
+class _Layer(nn.Module):
+    """A part as Titan's ``apply_compile`` sees it: the modules of a layer, and its ``compile``."""
+
+    def __init__(self, part: CompiledPart, more: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.main = part.main
+        self._part, self._more = part, more
+
+    def compile(self, **arguments: Any) -> None:  # type: ignore[override]
+        self._part.compile(**{**arguments, **self._more})
 
 
 class _Layers(nn.Module):
     """Modules under the name where Titan looks for blocks."""
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleDict(layers)
-
-
-def _units_as_layers(model: nn.Module, units: Sequence[Unit]) -> nn.Module:
-    return _Layers(
-        {
-            f"{unit.name}/{index}".replace(".", "/"): module
-            for unit in units
-            if unit.kind in SUBMODULE_KINDS and unit.name.startswith("layers.")
-            for index, module in enumerate(unit.modules(model))
-            if not isinstance(cast(Any, module.forward), _PassThrough)
-        }
-    )

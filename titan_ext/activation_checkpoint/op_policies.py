@@ -248,10 +248,16 @@ class Resolver:
         self._refuses_discards = spmd.is_type_checking()
         self._matches: Counter[tuple[Rule, int]] = Counter()
 
-    def resolve_input(self) -> OpPolicy:
-        if self._policies.recipe.base == "autograd":
-            return self._policies.module_policy("")[0]
-        return self._decide(OpLocation("", INPUT), self._policies.recipe.input)
+    def resolve_input(self, arrives: str = "") -> OpPolicy:
+        """The policy of the block's inputs, or of the tokens that the module ``arrives`` brings."""
+        recipe = self._policies.recipe
+        if recipe.base == "autograd":
+            return self._policies.module_policy(arrives)[0]
+        if not arrives:
+            return self._decide(OpLocation("", INPUT), recipe.input)
+        exchange = OpLocation(arrives, "_c10d_functional.all_to_all_single")
+        policy = self._decide(exchange, recipe.saved)
+        return policy if policy.keeps else recipe.saved  # it is kept in any case
 
     def resolve(
         self, location: OpLocation, ctx: Any, func: Any, args: Any, kwargs: dict[str, Any], out: Any

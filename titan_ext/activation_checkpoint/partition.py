@@ -160,6 +160,10 @@ class Float8Partitioner(CustomPartitionerFn):
                 graph_module.recompile()
         return report
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Inductor pickles its options into the key of its cache, and whoever is told is none.
+        return {"codec": self.codec}
+
     def uuid(self) -> object:
         """Tells the compiler's cache what its graphs depend on."""
         files = (__file__, codec.__file__)

@@ -33,7 +33,16 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_ext.components.exchange import AddUp, Exchange, Finish, FinishSorted, Select, Start, Turn
+from titan_ext.components.exchange import (
+    AddUp,
+    Exchange,
+    Finish,
+    FinishSorted,
+    Scored,
+    Select,
+    Start,
+    Turn,
+)
 from titan_ext.components.overlap import current_half, in_half, pause
 from titan_ext.components.rows import Hops, TokenRows
 
@@ -60,6 +69,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     sends_once: Hops | None = None
     """The hops of a token that goes to a rank or a node once (``exchange_once``)."""
+    keeps_outputs_narrow = False
+    """Backward keeps outputs of experts in their own dtype (``exchange.Scored``), where no
+    checkpoint is around ``combine``."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.pace.Meter``)."""
     _dispatched: LocalDispatchMetadata | None = None
@@ -104,7 +116,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 self.shared_experts.run_ahead()
                 self._pause()
             return self.collect(turn, x_TD)
-        if self._sends_scores or self.sends_once:
+        narrow = self.keeps_outputs_narrow and not spmd.is_type_checking()
+        if self._sends_scores or self.sends_once or narrow:
             return self._add_up(routed_output_RD, metadata, x_TD)
         return super().combine(routed_output_RD, metadata, x_TD)
 
@@ -259,7 +272,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def _add_up(
         self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Titan's ``combine`` of outputs that have their scores."""
+        """Titan's ``combine``, of outputs that have their scores or get them by ``Scored``."""
         routed_ND = routed_output_RD
         if isinstance(metadata, AllToAllDispatchMetadata):
             with maybe_set_sparse_mesh():
@@ -268,6 +281,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                     routed_RD, self._group, metadata.input_splits, metadata.output_splits
                 )
             routed_ND = _on_this_mesh(routed_ND)
+        if not (self._sends_scores or self.sends_once):
+            routed_ND = Scored.apply(routed_ND, metadata.topk_scores_experts_sorted_N)
         index_ND = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand(-1, x_TD.shape[-1])
         return deterministic_scatter_add(torch.zeros_like(x_TD), index_ND, routed_ND)
 

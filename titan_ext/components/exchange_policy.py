@@ -85,7 +85,7 @@ def resolve_exchanges(
     if overlap == "halves" and (why_not := _no_halves(parallelism, training, parallel_dims, ep)):
         notes.append(f'parallelism.overlap_exchanges = "halves" does nothing: {why_not}.')
         overlap = "shared_experts"
-    if overlap == "shared_experts" and (ep == 1 or parallel_dims.tp_enabled or compiled):
+    if overlap == "shared_experts" and (ep == 1 or parallel_dims.tp_enabled):
         overlap = "none"
     rows: ExchangeRows = getattr(parallelism, "exchange_rows", "expert")
     among = nodes.among(ep) if rows == "node" else 0

@@ -68,15 +68,12 @@ def choose(
     settings: FSDPSettings,
     parallel_dims: ParallelDims,
     nodes: Nodes,
-    *,
-    compiled: bool = False,
 ) -> Choice:
     """Choose the units of ``model``: those of ``settings``, or by rule where they are "auto".
 
     Args:
         model: The decoder or pipeline chunk. Only names of units are looked at, and whether the
             whole model has experts, so that all stages of a pipeline choose alike.
-        compiled: Whether the model is compiled: the experts cannot be a unit of their own then.
     """
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
     if ep == 1 or not has_experts(model.config):
@@ -93,7 +90,6 @@ def choose(
         choice
         for choice in choices
         if settings.wrap in ("auto", choice.wrap)
-        and not (choice.wrap == "experts" and compiled)
         # With one buffer small units would cost time.
         and (near or can_wait or choice.wrap == "block" or settings.wrap != "auto")
     ]

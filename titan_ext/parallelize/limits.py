@@ -406,12 +406,9 @@ def wrong_together(
     ]
     changed = changed_exchanges(of)
     eager_only = [
-        ('parallelism.fsdp_wrap = "experts"', wrap == "experts", "FSDP would gather in a block"),
         (REPLICATE, replicates, "it refuses hooks of FSDP in a block"),
         (QUANTIZE_FROZEN, quantizes, "torchao keeps NF4Tensor out of it"),
     ]
-    for key, value in changed.items():
-        eager_only.append((f'parallelism.{key} = "{value}"', True, "it orders a block by itself"))
     for key, is_on, why in eager_only:
         rows.append((compiled and is_on, f"{key} does not go with compile.enable = true: {why}."))
     for key, value in changed.items():

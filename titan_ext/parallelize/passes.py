@@ -121,8 +121,7 @@ def apply_recipe(
     if skip_dp:
         return
     shard(model, recipe.fsdp, parallel_dims)
-    if compiled is None:
-        hide_fsdp(model.modules())
+    hide_fsdp(model.modules())
     # Scales are made from shards: after FSDP, ahead of its first hook.
     make_scales_together(model)
 

@@ -86,7 +86,7 @@ def resolve(
         model.config, parallelism, training, parallel_dims, nodes, compiled=compiled
     )
     return Recipe(
-        fsdp=resolve_sharding(model, settings, parallel_dims, nodes, compiled=compiled),
+        fsdp=resolve_sharding(model, settings, parallel_dims, nodes),
         exchanges=exchanges,
         checkpointing=resolve_checkpointing(model, ac_config, exchanges),
         compile=compile_config if compiled else None,
@@ -104,8 +104,6 @@ def check_names(
     settings: FSDPSettings,
     parallelism: ParallelismConfig,
     ac_config: ActivationCheckpointingConfig | FP8AC.Config = None,
-    *,
-    compiled: bool = False,
 ) -> None:
     """Raise ValueError for names in our keys that are not in the model.
 
@@ -142,4 +140,4 @@ def check_names(
     # The nodes of a job are known when it starts. They decide only what "auto" takes first, and it
     # takes units that have the names, if any have.
     nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)
-    resolve_sharding(built, settings, dims, nodes, compiled=compiled)
+    resolve_sharding(built, settings, dims, nodes)

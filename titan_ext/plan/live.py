@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_ext.activation_checkpoint.compile import pieces_in
 from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import in_backward, optimizer_states, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
@@ -156,6 +157,9 @@ class LiveBytes(TorchDispatchMode):
         self.events: list[Event] = []
         self.compiled = frozenset(compiled)
         self._fusion = Fusion()
+        self._split: set[str] = set()
+        """Blocks that are compiled in pieces: what runs between those is not fused."""
+        self._piece = ""
         # torch.cpu's streams, which FSDP2 enters here as it enters a GPU's.
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
         for part in parts:
@@ -277,7 +281,9 @@ class LiveBytes(TorchDispatchMode):
         """The compiled module whose operations run; "" if they are not compiled."""
         *_, name = self.phases[-1].phase.split(" of ")
         component = "loss" if name == "loss" else "model" if name.startswith("layers.") else ""
-        return name if component in self.compiled else ""
+        if component not in self.compiled or (name in self._split and not self._piece):
+            return ""
+        return name + self._piece
 
     def _kind_by_maker(self) -> MemoryKind:
         if (kind := fsdp_kind()) is not None:
@@ -360,6 +366,11 @@ class LiveBytes(TorchDispatchMode):
 
     # -- phases
 
+    def _at_gradients(self, values: Any, then: Callable[[torch.Tensor], None]) -> None:
+        for tensor in tensors_in(values):
+            if tensor.requires_grad:
+                tensor.register_hook(then)
+
     def _watch(self, part: nn.Module) -> None:
         def begin(name: str, *_: Any) -> None:
             # In backward a forward is a recompute. Titan's chunked loss calls the head outside of
@@ -368,9 +379,8 @@ class LiveBytes(TorchDispatchMode):
                 self.begin("loss" if name == "lm_head" else f"forward of {name}")
 
         def end(name: str, _module: nn.Module, _args: Any, out: Any) -> None:
-            for tensor in () if in_backward() or name == "lm_head" else tensors_in(out):
-                if tensor.requires_grad:
-                    tensor.register_hook(lambda _: self.begin(f"backward of {name}"))
+            if not in_backward() and name != "lm_head":
+                self._at_gradients(out, lambda _: self.begin(f"backward of {name}"))
 
         def enter(*_: Any) -> None:
             self._depth += 1
@@ -378,6 +388,17 @@ class LiveBytes(TorchDispatchMode):
         def leave(*_: Any) -> None:
             self._depth -= 1
             self.begin("loss" if getattr(part, "lm_head", None) is not None else "sending")
+
+        def at(key: str, *_: Any) -> None:
+            self._piece = key
+
+        def enter_piece(key: str, _module: nn.Module, args: Any) -> None:
+            at(key)
+            self._at_gradients(args, functools.partial(at, ""))
+
+        def leave_piece(key: str, _module: nn.Module, _args: Any, out: Any) -> None:
+            at("")
+            self._at_gradients(out, functools.partial(at, key))
 
         modules = {
             f"{name}.{key}" if is_list else name: module
@@ -390,6 +411,13 @@ class LiveBytes(TorchDispatchMode):
             part.register_forward_hook(leave),
         ]
         for name, module in modules.items():
+            pieces = pieces_in(module) if self.compiled else {}
+            self._split.update({name} if pieces else ())
+            for key, piece in pieces.items():
+                self._handles += [
+                    piece.register_forward_pre_hook(functools.partial(enter_piece, key)),
+                    piece.register_forward_hook(functools.partial(leave_piece, key)),
+                ]
             self._handles += [
                 # Prepended after FSDP's, and so run before it: a unit is gathered in its own phase.
                 module.register_forward_pre_hook(functools.partial(begin, name), prepend=True),

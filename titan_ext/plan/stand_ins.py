@@ -65,11 +65,7 @@ def use_stand_ins(
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
     names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
-    # Titan chooses its exchange by torch.compiler.is_compiling(), which is false where compiled
-    # blocks run eagerly (torchtitan/models/common/token_dispatcher.py).
-    planned = functools.partial(
-        _plan_dispatcher, imbalance=imbalance, is_compiled=compiles_model(config.compile)
-    )
+    planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
     replace_configs(spec, BaseEPTokenDispatcher.Config, planned)
     for _, moe, _, _ in spec.traverse(MoE.Config):
         moe.routed_experts.token_dispatcher.router = moe.router
@@ -164,11 +160,10 @@ def _titans(config: Any, kind: type) -> Any:
     return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
 
 
-def _plan_dispatcher(config: Any, *, imbalance: float, is_compiled: bool) -> Any:
+def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
     if type(config) not in _PLANNED:
         config = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
-    kind = PlannedTokenDispatcher.Config if is_compiled else _PLANNED[type(config)]
-    return derive(config, kind, imbalance=imbalance)
+    return derive(config, _PLANNED[type(config)], imbalance=imbalance)
 
 
 def _rms_norm(config: Any) -> Any:

@@ -10,8 +10,7 @@ a measurement waits for nothing that the step would not wait for. What a rank ha
 the job's store, from a thread: no collective, and no step waits. Rank 0 reads it two logged steps
 later and warns. Titan's metrics have the times of the rank that logs them.
 
-Titan's standard dispatcher without a compiler has counts that the host reads. Elsewhere only the
-pace is measured.
+Titan's standard dispatcher has counts that the host reads. With others only the pace is measured.
 """
 
 import contextlib
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.agreement import this_job
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
@@ -211,8 +209,7 @@ class PaceCheck(RunCheck):
 
     def after_build(self, trainer: Any) -> None:
         config = trainer.config
-        is_measured = trainer.parallel_dims.ep_enabled and not compiles_model(config.compile)
-        if config.comm.mode in ONE_PROCESS_MODES or not is_measured:
+        if config.comm.mode in ONE_PROCESS_MODES or not trainer.parallel_dims.ep_enabled:
             return
         self._group = dist.get_rank()
         for part in trainer.model_parts:

@@ -147,12 +147,11 @@ class Trainer(TitanTrainer):
             if self.model_spec is None:
                 return
             model = cast(Decoder.Config, self.model_spec.model)
-            compiled = compiles_model(self.compile)
             settings = FSDPSettings.from_config(self.parallelism, self.training)
             wrong = wrong_together(
                 settings,
                 self.parallelism,
-                compiled=compiled,
+                compiled=compiles_model(self.compile),
                 model=model,
                 ac_config=self.activation_checkpoint,
                 loss=self.loss,
@@ -160,7 +159,7 @@ class Trainer(TitanTrainer):
             mistakes.extend(wrong)
             if not wrong:
                 policy = self.activation_checkpoint
-                check_names(model, settings, self.parallelism, policy, compiled=compiled)
+                check_names(model, settings, self.parallelism, policy)
 
         def _leave_out_cuda_graphs(self) -> None:
             """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
