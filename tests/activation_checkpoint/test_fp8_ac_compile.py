@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -343,12 +344,8 @@ def test_blocks_that_decide_differently_share_no_code():
 @pytest.mark.slow
 def test_nothing_is_computed_again_if_asked():
     """The compiler saves what it would save without a checkpoint, much of it in float8."""
-
-    class NoAC(ActivationCheckpointing):
-        def apply(self, model: nn.Module) -> None: ...
-
     outcome = run(FP8AC(FP8AC.Config(mode="no_recompute")), "block")
-    free = run(NoAC(SelectiveAC.Config()), "block")
+    free = run(_NoAC(SelectiveAC.Config()), "block")
     assert outcome.graphs == 2
     for gemm in ("aten::mm", "aten::_grouped_mm", "aten::topk"):
         assert outcome.operations[gemm] == free.operations[gemm]
@@ -526,6 +523,115 @@ def test_units_of_titans_blocks_are_compiled_whole(name: str):
     model = debug_model(layers=2, name=name)
     units = plan_units(model, "submodule")
     assert len(list(parts(model, units))) == 2 * len(model.layers)
+
+
+def _pieces(edit: Callable[[nn.Module], Any] = lambda block: None) -> tuple[Decoder, list]:
+    """Blocks in pieces, as where tokens travel: here because FSDP would gather the experts."""
+    model = debug_model(layers=2)
+    found = list(parts(model, plan_units(model, "experts")))
+    edit(model.layers["1"])
+    for part in found:
+        part.compile(backend="aot_eager", fullgraph=True)
+    return model, found
+
+
+def test_experts_are_compiled_once_whatever_arrives():
+    """No token, one, all of a batch: routing changes from step to step. Each piece is one graph."""
+    counters.clear()
+    _, found = _pieces()
+    (experts,) = (part.main for part in found if part.arrives)
+    weights = [param.detach().float() for param in experts.parameters()]
+    for counts in ([0] * 8, [1] + [0] * 7, [0] * 7 + [384], [48] * 8, [3, 0, 1, 0, 0, 7, 0, 2]) * 4:
+        torch.manual_seed(sum(counts))
+        x_RD = torch.randn(sum(counts), D).bfloat16().requires_grad_()
+        out_RD = experts(x_RD, torch.tensor(counts))
+        out_RD.backward(torch.randn_like(out_RD))
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        w1_EFD, w2_EDF, w3_EFD = weights
+        for expert, end in enumerate(ends):
+            x = x_RD[end - counts[expert] : end].detach().float()
+            h = torch.nn.functional.silu(x @ w1_EFD[expert].T) * (x @ w3_EFD[expert].T)
+            expected = h @ w2_EDF[expert].T
+            assert torch.allclose(
+                out_RD[end - counts[expert] : end].float(), expected, rtol=0.05, atol=1e-3
+            )
+        assert x_RD.grad is not None
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_piece_with_a_hook_inside_stays_eager(caplog: pytest.LogCaptureFixture):
+    """The hook sees what it would see, the other pieces are compiled, and the log says it once."""
+    seen: list[torch.Size] = []
+
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        seen.append(out.shape)
+
+    def edit(block: Any) -> None:
+        block.moe.router.gate.register_forward_hook(hook)
+
+    counters.clear()
+    model, found = _pieces(edit)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
+            for block in model.layers.values():
+                h_BLD = block(h_BLD, None, None)
+    assert len(seen) == 2
+    said = [r.getMessage() for r in caplog.records if "is not compiled" in r.getMessage()]
+    assert said == [
+        f"layers.1.moe.router is not compiled: the forward hook {hook.__qualname__} on a Linear."
+    ]
+    assert counters["stats"]["unique_graphs"] == len({part.child for part in found}) - 1
+
+
+class _NoAC(ActivationCheckpointing):
+    def apply(self, model: nn.Module) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [
+        (lambda: _NoAC(SelectiveAC.Config()), 1e-9),
+        (lambda: SelectiveAC(SelectiveAC.Config()), 1e-9),
+        (lambda: FullAC(FullAC.Config()), 1e-9),
+        (lambda: FP8AC(FP8AC.Config(preset="speed")), 2e-3),
+    ],
+)
+def test_pieces_have_the_gradients_of_eager_blocks(
+    policy: Callable[[], ActivationCheckpointing], most: float
+):
+    """One graph for each: attention, feed-forward, norm, router, routed and shared experts."""
+    eager = run(policy(), "experts", backend=None)
+    pieces = run(policy(), "experts")
+    assert pieces.graphs == 6
+    assert 1 - worst_cosine(pieces, eager) < most
+    assert pieces.operations["aten::_grouped_mm"] <= eager.operations["aten::_grouped_mm"]
+
+
+def test_a_second_start_compiles_nothing(caplog: pytest.LogCaptureFixture):
+    """Inductor's cache takes what stores in float8: its key holds the partitioner."""
+
+    def start() -> tuple[torch.Tensor, Counter[str]]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256)).bfloat16()
+        policies = FP8AC(FP8AC.Config()).compiled_policies(block, "block")
+        call = functools.partial(compiled_checkpoint({"": block}, "", policies), block)
+        # Each start has a report of its own, which no key can hold.
+        partitioner = Float8Partitioner(Codec(), report=lambda saved: None)
+        compiled = torch.compile(call, **compile_arguments(partitioner, "inductor"))
+        x = torch.randn(256, 256).bfloat16().requires_grad_()
+        compiled(x).float().square().sum().backward()
+        assert x.grad is not None
+        return x.grad, Counter(counters["inductor"])
+
+    with fresh_cache():
+        first, second = start(), start()
+    assert (first[1]["fxgraph_cache_miss"], second[1]["fxgraph_cache_hit"]) == (2, 2)
+    assert not second[1]["fxgraph_cache_miss"]
+    assert "pickle" not in caplog.text
+    assert torch.equal(first[0], second[0])
 
 
 def test_a_compiled_run_that_stores_nothing_in_float8_fails():

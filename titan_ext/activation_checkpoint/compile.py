@@ -6,14 +6,15 @@ run around it. With whole-block units we compile the block, as stock Titan does;
 units each module of a unit. All go through Titan's own ``apply_compile``, which sets the compiler
 flags and handles FlexAttention regions. The recompile limit is raised here, too.
 
-A block whose tokens travel between ranks, or whose routed experts are an FSDP unit, is compiled in
-pieces (``_pieces``): attention with its norm, the norm of the experts, the router, the inner
-experts and the shared ones. The block's forward, ``MoE.forward`` and the token dispatcher stay
-eager, so halves pause there, shared experts run while tokens travel, and counts are read by the
-host. A compiler of the whole layer has to break there as well: it waits where the standard
-dispatcher reads its counts, and overlaps nothing. What passes between pieces is kept, so that no
-exchange runs again. Policy "full" keeps the input of the block alone: its checkpoint stays eager,
-around the pieces, and sends tokens again as it does in eager mode.
+A block that exchanges order, or whose routed experts are an FSDP unit, is compiled in pieces
+(``_pieces``): attention with its norm, the norm of the experts, the router, the inner experts and
+the shared ones. The block's forward, ``MoE.forward`` and the token dispatcher stay eager, so halves
+pause there, shared experts run while tokens travel, and counts are read by the host. What passes
+between pieces is kept, so that no exchange runs again. Policy "full" keeps the input of the block
+alone: its checkpoint stays eager, around the pieces, and sends tokens again as in eager mode.
+
+Other blocks are compiled whole, although tokens may travel in them: that holds fewer bytes, since
+nothing is kept between pieces, and equals stock's compiled blocks bit for bit.
 
 A checkpoint around a block would see compiled code instead of matrix multiplications. It would save
 nothing, and so turn selective checkpointing into full. So the checkpoint goes *inside* what is
@@ -78,7 +79,7 @@ from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import parts_in, plain_tensors
 from titan_ext.components.exchange import Inside
 from titan_ext.fsdp.units import (
-    SUBMODULE_KINDS,
+    BLOCK_KINDS,
     Unit,
     UnitKind,
     plan_units,
@@ -270,10 +271,9 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
     for key, wrapped in model.layers.items():
         block = cast(nn.Module, getattr(wrapped, "_checkpoint_wrapped_module", wrapped))
         name, pieces = f"layers.{key}", in_pieces(wrapped, units)
-        kinds = SUBMODULE_KINDS if pieces or splits_blocks(units) else (UnitKind.BLOCK,)
         names = {wrapped: "", block: ""} | {child: name for name, child in block.named_children()}
         for unit in split if pieces else units:
-            if unit.kind not in kinds or unit.block != name:
+            if unit.kind not in BLOCK_KINDS or unit.block != name:
                 continue
             modules = {names[module]: module for module in unit.modules(model)}
             if _is_chain(block, modules) and not (
@@ -296,10 +296,10 @@ def pieces_in(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def in_pieces(block: nn.Module, units: Sequence[Unit] = ()) -> bool:
-    """True if tokens travel in ``block``, or ``units`` gather its routed experts by themselves."""
+    """True if exchanges order ``block``, or ``units`` gather its routed experts by themselves."""
     gathers = any(unit.kind is UnitKind.EXPERTS for unit in units)
     dispatchers = (getattr(m, "token_dispatcher", None) for m in block.modules())
-    return any(d is not None and (gathers or getattr(d, "ep_mesh", None)) for d in dispatchers)
+    return any(d and (gathers or getattr(d, "orders_block", False)) for d in dispatchers)
 
 
 def _dispatches(module: nn.Module) -> bool:
@@ -491,8 +491,7 @@ def compile_units(
     found = {part.name: part for part in parts(model, units)}
     for part in found.values():
         if part.arrives:
-            dispatcher = part.block.get_submodule(part.arrives).token_dispatcher
-            cast(Any, dispatcher).keeps_outputs_narrow = True
+            _keep_outputs(part, policy)
     _compile(found, compile_config, parallel_dims, more)
     for name, tower in vision_modules(model).items():
         if hasattr(tower, "layers"):
@@ -500,6 +499,16 @@ def compile_units(
             blocks = {f"{name}.layers.{key}": block for key, block in layers.items()}
             of_tower = {key: CompiledPart(b, key, {"": b}, "") for key, b in blocks.items()}
             _compile(of_tower, compile_config, parallel_dims, more)
+
+
+def _keep_outputs(part: CompiledPart, policy: ActivationCheckpointing | None) -> None:
+    """Let the dispatcher beside ``part`` keep what comes back as ``policy`` keeps what arrives."""
+    dispatcher = cast(Any, part.block.get_submodule(part.arrives)).token_dispatcher
+    dispatcher.keeps_outputs = "narrow"
+    if isinstance(policy, FP8AC):
+        policies = policy.compiled_policies(part.block, part.block_name)
+        if Resolver(policies).resolve_input(part.arrives) is OpPolicy.SAVE_FLOAT8:
+            dispatcher.keeps_outputs = policy.codec
 
 
 def _compile(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch._dynamo.utils import counters
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.op_rules import KEY, OpPolicy
@@ -211,11 +210,6 @@ class PolicyReport(MemoryReport):
 
     def check_graphs(self) -> None:
         """``check`` after a step, for compiled blocks, if there are any."""
-        if self.is_compiled and not self.graphs and counters["aot_autograd"]["autograd_cache_hit"]:
-            logger.info(
-                f"{KEY}: compiled graphs came from the compiler's cache, and are not counted."
-            )
-            self.is_compiled = False
         if self.is_compiled:
             self.check(row for rows in self.graphs for row in rows)
 

@@ -15,7 +15,7 @@ shared experts while the experts' outputs travel back.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import spmd_types as spmd
 import torch
@@ -45,6 +45,7 @@ from titan_ext.components.exchange import (
 )
 from titan_ext.components.overlap import current_half, in_half, pause
 from titan_ext.components.rows import Hops, TokenRows
+from titan_ext.fp8 import Codec
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
@@ -69,9 +70,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     sends_once: Hops | None = None
     """The hops of a token that goes to a rank or a node once (``exchange_once``)."""
-    keeps_outputs_narrow = False
-    """Backward keeps outputs of experts in their own dtype (``exchange.Scored``), where no
-    checkpoint is around ``combine``."""
+    keeps_outputs: Codec | Literal["narrow"] | None = None
+    """How backward keeps outputs of experts where no checkpoint is around ``combine``: stored by a
+    codec, or in their own dtype (``exchange.Scored``); None: as autograd does, in fp32."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.pace.Meter``)."""
     _dispatched: LocalDispatchMetadata | None = None
@@ -116,8 +117,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 self.shared_experts.run_ahead()
                 self._pause()
             return self.collect(turn, x_TD)
-        narrow = self.keeps_outputs_narrow and not spmd.is_type_checking()
-        if self._sends_scores or self.sends_once or narrow:
+        keeps = self.keeps_outputs and not spmd.is_type_checking()
+        if self._sends_scores or self.sends_once or keeps:
             return self._add_up(routed_output_RD, metadata, x_TD)
         return super().combine(routed_output_RD, metadata, x_TD)
 
@@ -129,6 +130,12 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self.counts_group = counts
         self.dispatch = torch._dynamo.disable(self.dispatch)
         self.combine = torch._dynamo.disable(self.combine)
+
+    @property
+    def orders_block(self) -> bool:
+        """Whether it decides what runs while tokens travel, or how: no compiler can follow."""
+        ways = (self.counts_group, self.shared_experts, self.sends_once)
+        return self.sends_float8 or any(way is not None for way in ways)
 
     @property
     def _in_half(self) -> bool:
@@ -282,7 +289,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 )
             routed_ND = _on_this_mesh(routed_ND)
         if not (self._sends_scores or self.sends_once):
-            routed_ND = Scored.apply(routed_ND, metadata.topk_scores_experts_sorted_N)
+            codec = None if self.keeps_outputs == "narrow" else self.keeps_outputs
+            routed_ND = Scored.apply(routed_ND, metadata.topk_scores_experts_sorted_N, codec)
         index_ND = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand(-1, x_TD.shape[-1])
         return deterministic_scatter_add(torch.zeros_like(x_TD), index_ND, routed_ND)
 

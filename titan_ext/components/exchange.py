@@ -28,7 +28,15 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec
+from titan_ext.fp8.codec import (
+    ALIGNMENT,
+    Codec,
+    Quantized,
+    codec_name,
+    default_codec,
+    dequantize,
+    quantize,
+)
 
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
@@ -232,21 +240,26 @@ class Scored(torch.autograd.Function):
     """Outputs of experts ``(N, D)`` times their scores ``(N,)``, in fp32 and back.
 
     As Titan's ``combine`` and its gradients, bit for bit. Autograd would keep the outputs in fp32,
-    the largest tensor of a block: 12 times the bytes of its input, with 6 experts a token.
+    the largest tensor of a block: 12 times the bytes of its input, with 6 experts a token. Here
+    they are kept in their own dtype, or as ``codec`` stores them.
     """
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, scores_N: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x_ND, scores_N)
+    def forward(
+        ctx: Any, x_ND: torch.Tensor, scores_N: torch.Tensor, codec: Codec | None
+    ) -> torch.Tensor:
+        ctx.codec = codec
+        ctx.save_for_backward(scores_N, *((x_ND,) if codec is None else quantize(x_ND, codec)))
         return (x_ND.to(torch.float32) * scores_N.reshape(-1, 1)).to(x_ND.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-        x_ND, scores_N = ctx.saved_tensors
+    def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
+        (scores_N, *kept), dtype = ctx.saved_tensors, grad_ND.dtype
+        x_ND = kept[0] if ctx.codec is None else dequantize(Quantized(*kept), ctx.codec, dtype)
         grad_ND = grad_ND.to(torch.float32)
         grad_scores_N = (grad_ND * x_ND.to(torch.float32)).sum(1).to(scores_N.dtype)
-        return (grad_ND * scores_N.reshape(-1, 1)).to(x_ND.dtype), grad_scores_N
+        return (grad_ND * scores_N.reshape(-1, 1)).to(dtype), grad_scores_N, None
 
 
 def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
