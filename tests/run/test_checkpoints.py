@@ -4,6 +4,7 @@ The table of layouts is in tests/matrix/checkpoints.py (``make matrix``); a pair
 """
 
 import contextlib
+import enum
 import io
 import json
 import pickle
@@ -41,6 +42,7 @@ from titan_ext.run.checkpoints import (
     CheckpointManager,
     Checkpoints,
     _first_wrong,
+    _warn_of_overridden_settings,
     check_resume,
     checkpoint_to_load,
     verify_checksums,
@@ -376,8 +378,30 @@ def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCapture
     optimizers.load_state_dict(optimizers.state_dict())
     assert caplog.text == ""
     optimizers.load_state_dict(saved.state_dict())
-    assert "weight_decay is 0.1 from the checkpoint, not 0.2 as configured" in caplog.text
+    assert "weight_decay of weight and 1 more is 0.1 from the checkpoint, not 0.2 as" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_equal_settings_are_equal_however_they_are_written(caplog: pytest.LogCaptureFixture):
+    """A file has lists for tuples, and words for enums and paths; a checkpoint what was built."""
+    word = enum.Enum("word", {"MATCH": "match"})
+    configured = {"betas": [0.9, 0.95], "eps": 1, "weight_decay": 0.5, "adjust": "match", "at": "a"}
+    saved = {
+        "betas": (0.9, 0.95),
+        "eps": 1.0,
+        "weight_decay": torch.tensor(0.5),
+        "adjust": word.MATCH,
+        "at": Path("a"),
+    }
+    for key in (*saved, ""):
+        groups = [{"params": [], "lr": 1.0, **values} for values in (configured, saved)]
+        optimizer: Any = SimpleNamespace(param_groups=groups[:1])
+        if key:
+            groups[1][key] = (0.9, 0.99) if key == "betas" else 7
+        _warn_of_overridden_settings(optimizer, {"param_groups": groups[1:]})
+        said = [re.findall(r"optimizer: (\w+) of", record.message) for record in caplog.records]
+        assert said == ([[key]] if key else [])
+        caplog.clear()
 
 
 def test_an_export_that_would_leave_weights_out(tmp_path: Path):

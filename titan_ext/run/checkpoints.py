@@ -41,6 +41,7 @@ from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data
 from titan_ext.components.hf_export import INDEX, differences, stored_weights
+from titan_ext.run.record import as_json
 
 WRITTEN_LAST = ".metadata"
 """The file that makes a checkpoint in torch's format whole."""
@@ -362,15 +363,17 @@ def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[s
     """Warn of optimizer settings that the checkpoint overrides.
 
     torch restores weight decay, betas and the rest with the state, whatever the config says. The
-    rate is that of the config's schedule again (``run.checks.Schedule``).
+    rate is that of the config's schedule again (``run.checks.Schedule``). Values are compared as
+    JSON has them: a file has lists for tuples, words for enums and paths.
     """
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for key in sorted(group.keys() & saved.keys() - _NOT_OVERRIDDEN):
-            if saved[key] != group[key]:
+            if as_json({key: saved[key]}) != as_json({key: group[key]}):
+                names = and_more(group.get("param_names", ["unnamed parameters"]), 1)
                 logger.warning(
-                    f"optimizer: {key} is {saved[key]} from the checkpoint, not {group[key]} as "
-                    "configured. checkpoint.exclude_from_loading optimizer takes the configured "
-                    "value, and starts the moments from zero."
+                    f"optimizer: {key} of {names} is {saved[key]} from the checkpoint, not "
+                    f"{group[key]} as configured. checkpoint.exclude_from_loading optimizer takes "
+                    "the configured value, and starts the moments from zero."
                 )
 
 
