@@ -48,7 +48,6 @@ WRITTEN_LAST = ".metadata"
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
 """The error of torch's zip writer as it closes a file, if it could not write all of it."""
-_DATA = "train_state.data"
 STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
@@ -76,6 +75,11 @@ class CheckpointManager(TitanCheckpointManager):
     exported: Mapping[str, torch.Tensor] = {}
     """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
     _saved_step = 0
+
+    def _load(self, step: int = -1) -> bool:
+        if (own := _step_to_load(Path(self.folder), step)) != step:
+            logger.info(f"This run began at checkpoint.load_step {step}: it goes on from its own.")
+        return super()._load(own)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         self._saved_step = curr_step
@@ -156,6 +160,21 @@ def _wrong_export(folder: str, exported: Mapping[str, torch.Tensor]) -> str:
 class Checkpoints(RunCheck):
     """Before loading, checks that the checkpoint is intact and complete; then reports failures."""
 
+    def before_start(self, config: Trainer.Config) -> None:
+        """Refuse to begin a branch below newer checkpoints: a later start would load those."""
+        own, step = _folder(config), config.checkpoint.load_step
+        newer = [s for s in _loadable_steps(own) if s > step]
+        if step == -1 or not newer or not is_inspected(config) or _step_to_load(own, step) != step:
+            return
+        whole = " --checkpoint.no-initial-load-model-only" if step else ""
+        names = and_more([f"step-{s}" for s in newer])
+        raise ValueError(
+            f"checkpoint.load_step is {step}, and {own} has {names}: later starts, and restarts, "
+            f"would load step-{max(newer)}. Expected "
+            f"--checkpoint.initial_load_path {own}/step-{step}{whole} in another dump_folder, or "
+            "the newer ones moved away."
+        )
+
     def after_build(self, trainer: Trainer) -> None:
         for optimizer in trainer.optimizers:
             optimizer.register_load_state_dict_pre_hook(_warn_of_overridden_settings)
@@ -194,7 +213,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     own = _folder(config)
     steps = whole_checkpoint_steps(own)
     exports = whole_checkpoint_steps(own, marker=INDEX)
-    step = checkpoint.load_step
+    step = _step_to_load(own, checkpoint.load_step)
     if step == -1:
         step = max([*steps, *exports], default=-1)
     if step in exports and step not in steps:
@@ -206,6 +225,29 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     if not initial or checkpoint.initial_load_in_hf or filesystem.is_remote(initial):
         return None
     return Path(initial), checkpoint.initial_load_model_only
+
+
+def _loadable_steps(own: Path) -> list[int]:
+    return whole_checkpoint_steps(own) + whole_checkpoint_steps(own, marker=INDEX)
+
+
+def _step_to_load(own: Path, step: int) -> int:
+    """``checkpoint.load_step``, or the newest where a start with that has saved it.
+
+    A supervisor repeats its command, and would train the same steps each time.
+    """
+    newest = max(_loadable_steps(own), default=-1)
+    if -1 < step < newest and _facts(own / f"step-{newest}").get("load_step") == str(step):
+        return newest
+    return step
+
+
+def _facts(folder: Path) -> dict[str, str]:
+    """What ``Trainer.state_dict`` says of its run; {} of stock's, or if it cannot be read."""
+    state = {"train_state": {"data": "{}"}}
+    with contextlib.suppress(Exception, CheckpointException):  # which is no Exception
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return json.loads(state["train_state"]["data"])
 
 
 def verify_checksums(config: Trainer.Config) -> None:
@@ -301,7 +343,7 @@ def _check_resume(trainer: Trainer) -> None:
     if not model_only:
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         _check_states(trainer.config, folder, saved)
-        _check_data(trainer, folder, saved)
+        _check_data(trainer, folder)
 
 
 def _check_cut_off(own: Path, found: Path | None) -> None:
@@ -336,20 +378,18 @@ def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) ->
 
 def _nothing_to_resume(folder: Path, kind: str, flags: str = "") -> ValueError:
     return ValueError(
-        f"{folder} has {kind}: training cannot resume from it. --checkpoint.load_step resumes from "
-        "an earlier one. A run in another dump_folder starts from these weights with "
+        f"{folder} has {kind}: training cannot resume from it. Moved away, it leaves the one "
+        "before. A run in another dump_folder starts from these weights with "
         f"--checkpoint.initial_load_path {folder} --checkpoint.initial_load_model_only{flags}. To "
         "make finished runs resumable, set checkpoint.last_save_model_only = false."
     )
 
 
-def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
+def _check_data(trainer: Trainer, folder: Path) -> None:
     config = trainer.config
-    if _DATA not in saved or "dataloader" in config.checkpoint.exclude_from_loading:
+    facts = _facts(folder)
+    if not facts or "dataloader" in config.checkpoint.exclude_from_loading:
         return  # stock TorchTitan's, or all the same
-    state = {"train_state": {"data": ""}}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    facts = json.loads(state["train_state"]["data"])
     if difference := other_data(facts, data_facts(config.dataloader, trainer.dataloader)):
         raise ValueError(
             f"{folder} was made with {difference}: the saved position and leftover tokens do not "
@@ -392,6 +432,5 @@ def _newest_whole(config: Trainer.Config, but: Path) -> str:
     if not steps:
         return f"There is no other whole checkpoint in {own}."
     return (
-        f"The newest other one is {own}/step-{max(steps)}: to resume from it, move {but.name} away "
-        f"or add --checkpoint.load_step {max(steps)}."
+        f"The newest other one is {own}/step-{max(steps)}: to resume from it, move {but.name} away."
     )
