@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -83,7 +83,7 @@ def _after_a_failed_backward(ac: str) -> list[str]:
     decoder.layers = decoder.layers[:3]
     narrow_attention(decoder)
     parallelism = api.ParallelismConfig(fsdp_wrap="submodule", expert_parallel_degree=2)
-    policy = FP8AC.Config() if ac == "fp8" else None
+    policy: Any = FP8AC.Config() if ac == "fp8" else None
     model, dims = api.build_decoder(spec, parallelism=parallelism, ac_config=policy)
     tokens = torch.arange(2 * 32).view(2, 32) * 7 % 2048
 
@@ -109,7 +109,7 @@ def _after_a_failed_backward(ac: str) -> list[str]:
         with pytest.raises(RuntimeError) as error:
             gradients()
         said.append(str(error.value))
-        model.reset_iter_state()
+        cast(Any, model).reset_iter_state()
         again = gradients()
         said += [name for name in truth if not again[name].equal(truth[name])]
     dist.destroy_process_group()

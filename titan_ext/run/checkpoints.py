@@ -74,15 +74,13 @@ class CheckpointManager(TitanCheckpointManager):
 
     exported: Mapping[str, torch.Tensor] = {}
     """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
-    _saved_step = 0
 
     def _load(self, step: int = -1) -> bool:
-        if (own := _step_to_load(Path(self.folder), step)) != step:
+        if (own := _step_to_load(Path(self.folder), step)) != step != -1:
             logger.info(f"This run began at checkpoint.load_step {step}: it goes on from its own.")
         return super()._load(own)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        self._saved_step = curr_step
         is_written = self._should_save(curr_step, last_step) and dist.get_rank() == 0
         if is_written and not filesystem.is_remote(self.folder):
             folder = Path(self._create_checkpoint_id(curr_step))
@@ -131,16 +129,13 @@ class CheckpointManager(TitanCheckpointManager):
         return super().dcp_save({**state_dict, **kept}, *args, **arguments)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints of this run.
-
-        What lies above the step that is saved is of another start, and neither counts nor goes.
-        """
+        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints."""
         if not self._should_purge():
             return
         names = [re.fullmatch(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
         steps = (int(name[1]) for name in names if name)
         whole = 0
-        for step in sorted((s for s in steps if s <= self._saved_step), reverse=True):
+        for step in sorted(steps, reverse=True):
             path = self._create_checkpoint_id(step)
             if whole >= self.keep_latest_k:
                 self.purge_queue.put(path)
@@ -214,8 +209,6 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     steps = whole_checkpoint_steps(own)
     exports = whole_checkpoint_steps(own, marker=INDEX)
     step = _step_to_load(own, checkpoint.load_step)
-    if step == -1:
-        step = max([*steps, *exports], default=-1)
     if step in exports and step not in steps:
         kind = "an export (checkpoint.last_save_in_hf), the model only"
         raise _nothing_to_resume(own / f"step-{step}", kind, " --checkpoint.initial_load_in_hf")
@@ -237,9 +230,9 @@ def _step_to_load(own: Path, step: int) -> int:
     A supervisor repeats its command, and would train the same steps each time.
     """
     newest = max(_loadable_steps(own), default=-1)
-    if -1 < step < newest and _facts(own / f"step-{newest}").get("load_step") == str(step):
-        return newest
-    return step
+    if step >= newest or step == -1:
+        return max(step, newest)
+    return newest if _facts(own / f"step-{newest}").get("load_step") == str(step) else step
 
 
 def _facts(folder: Path) -> dict[str, str]:
@@ -266,8 +259,9 @@ def verify_checksums(config: Trainer.Config) -> None:
     def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
         corrupt = dict(ChainMap(*(json.loads(found) for found, _ in classes)))
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
-        newest = _newest_whole(config, folder)
-        return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
+        others = [f"step-{s}" for s in whole_checkpoint_steps(_folder(config))]
+        left = and_more([name for name in reversed(others) if name != folder.name]) or "none"
+        return f"{folder} is corrupt ({files}). Moved away, it leaves {left}." if corrupt else ""
 
     wrong = _corrupt(folder, job.rank, job.ranks)
     if verdict := job.compare("corrupt files", json.dumps(wrong), verdict_of):
@@ -424,13 +418,3 @@ def is_inspected(config: Trainer.Config) -> bool:
 
 def _folder(config: Trainer.Config) -> Path:
     return Path(config.dump_folder) / config.checkpoint.folder
-
-
-def _newest_whole(config: Trainer.Config, but: Path) -> str:
-    own = _folder(config)
-    steps = [s for s in whole_checkpoint_steps(own) if own / f"step-{s}" != but]
-    if not steps:
-        return f"There is no other whole checkpoint in {own}."
-    return (
-        f"The newest other one is {own}/step-{max(steps)}: to resume from it, move {but.name} away."
-    )
