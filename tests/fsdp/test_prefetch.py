@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import narrow_attention
 from titan_ext import api
+from titan_ext.activation_checkpoint import FP8AC
 
 
 def _largest_differences(wrap: Any) -> dict[str, float]:
@@ -66,6 +67,60 @@ def _largest_differences(wrap: Any) -> dict[str, float]:
         found["other weights"] = (after(lambda: None, 0.5) - truth).abs().max().item()
     dist.destroy_process_group()
     return found
+
+
+def _after_a_failed_backward(ac: str) -> list[str]:
+    """What the next forward says, then what differs in a step after the reset."""
+    import torch
+    import torch.distributed as dist
+    from torchtitan.distributed.utils import get_spmd_context
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    dist.init_process_group("gloo")
+    torch.autograd.set_multithreading_enabled(False)
+    spec = model_registry("debugmodel")
+    decoder: Any = spec.model
+    decoder.layers = decoder.layers[:3]
+    narrow_attention(decoder)
+    parallelism = api.ParallelismConfig(fsdp_wrap="submodule", expert_parallel_degree=2)
+    policy: Any = FP8AC.Config() if ac == "fp8" else None
+    model, dims = api.build_decoder(spec, parallelism=parallelism, ac_config=policy)
+    tokens = torch.arange(2 * 32).view(2, 32) * 7 % 2048
+
+    def gradients() -> dict[str, torch.Tensor]:
+        with get_spmd_context(parallel_dims=dims)():
+            logits = model(tokens, positions=torch.arange(32).expand(2, 32))
+            logits.float().logsumexp(-1).mean().backward()
+        params: Any = dict(model.named_parameters())
+        found = {name: param.grad.to_local().clone() for name, param in params.items()}
+        model.zero_grad()
+        return found
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("planted")
+
+    truth, said = gradients(), []
+    block: Any = model.layers["1"]
+    for module in (block, block.attention):
+        hook = module.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+        with pytest.raises(MemoryError):
+            gradients()
+        hook.remove()
+        with pytest.raises(RuntimeError) as error:
+            gradients()
+        said.append(str(error.value))
+        cast(Any, model).reset_iter_state()
+        again = gradients()
+        said += [name for name in truth if not again[name].equal(truth[name])]
+    dist.destroy_process_group()
+    return said
+
+
+@pytest.mark.parametrize("ac", ["none", "fp8"])
+def test_a_step_after_a_failed_backward_needs_the_reset(ac: str, tmp_path: Path):
+    for said in run_ranks(_after_a_failed_backward, 2, ac, log_folder=tmp_path):
+        assert len(said) == 2
+        assert all("Call reset_iter_state() on the model" in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("wrap", ["block", "submodule"])

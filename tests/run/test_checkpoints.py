@@ -4,6 +4,7 @@ The table of layouts is in tests/matrix/checkpoints.py (``make matrix``); a pair
 """
 
 import contextlib
+import enum
 import io
 import json
 import pickle
@@ -21,6 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpointer import CheckpointManager as TitanCheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer, default_adamw
 
 from tests.helpers.checkpointing import (
@@ -34,13 +36,15 @@ from tests.helpers.checkpointing import (
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data
-from titan_ext.components.hf_export import HuggingFaceExport
+from titan_ext.components.hf_export import INDEX, HuggingFaceExport
 from titan_ext.parallelize.limits import wrong_values
 from titan_ext.plan.shorten import cut
 from titan_ext.run.checkpoints import (
     CheckpointManager,
     Checkpoints,
+    _facts,
     _first_wrong,
+    _warn_of_overridden_settings,
     check_resume,
     checkpoint_to_load,
     verify_checksums,
@@ -83,6 +87,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path: Path):
         initial_load_path=str(checkpoints / "step-2"),
         initial_load_model_only=False,
     )
+    assert _facts(checkpoints / "step-2")["load_step"] == "-1"
     for leg, wanted in zip(resumed, uninterrupted, strict=True):
         assert sorted(leg.losses) == [3, 4]
         assert leg.losses == {step: wanted.losses[step] for step in (3, 4)}
@@ -143,6 +148,45 @@ def test_other_data_and_another_number_of_data_ranks(tmp_path: Path, one_rank: N
         trainer.config.checkpoint.exclude_from_loading = []
 
 
+def test_a_branch_is_begun_alone_and_a_restart_goes_on_from_its_newest(
+    tmp_path: Path, one_rank: None
+):
+    checkpoints = tmp_path / "checkpoint"
+
+    def save(step: int, load_step: int) -> None:
+        state = {"data": json.dumps({"load_step": str(load_step)})}
+        dcp.save({"w": 1, "train_state": state}, checkpoint_id=checkpoints / f"step-{step}")
+
+    def start(load_step: int) -> str:
+        config = _config(tmp_path, load_step=load_step)
+        Checkpoints().before_start(config)
+        found = checkpoint_to_load(config)
+        with unittest.mock.patch.object(TitanCheckpointManager, "_load", lambda _, step: step):
+            loaded = _manager(tmp_path).load(load_step)
+        assert found
+        assert loaded in (-1, int(found[0].name.removeprefix("step-")))
+        return found[0].name
+
+    for step in (2, 4):
+        save(step, -1)
+    (checkpoints / "step-6").mkdir()
+    (checkpoints / "step-6" / INDEX).touch()
+    said = r"load_step is 2, .* has step-4, step-6: .* load step-6\. .*_path .*-2 --.*model-only in"
+    with pytest.raises(ValueError, match=said):
+        start(2)
+    for step in (4, 6):
+        (checkpoints / f"step-{step}").rename(tmp_path / f"{step}")
+    assert start(2) == "step-2"
+    save(3, load_step=2)
+    save(5, load_step=2)
+    assert start(2) == start(-1) == start(5) == "step-5"
+    with pytest.raises(ValueError, match="load_step is 3"):
+        start(3)
+    save(6, -1)
+    with pytest.raises(ValueError, match="has step-3, step-5, step-6: later starts"):
+        start(2)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -193,13 +237,13 @@ def test_the_model_only_is_nothing_to_resume_from(tmp_path: Path, one_rank: None
     checkpoints = tmp_path / "checkpoint"
     for step, states in ((2, {"train_state": 1, "optimizer": 1}), (4, {})):
         dcp.save({"w": torch.ones(1), **states}, checkpoint_id=checkpoints / f"step-{step}")
-    with pytest.raises(ValueError, match=r"step-4 has the model only: .*load_step .*_path .*-4"):
+    with pytest.raises(ValueError, match=r"step-4 has the model only: .* away, .*_path .*-4"):
         check_resume(_trainer(_config(tmp_path), ranks=1))
     with pytest.raises(ValueError, match=r"step-2 has no dataloader, lr_scheduler"):
         check_resume(_trainer(_config(tmp_path, load_step=2), ranks=1))
     (checkpoints / "step-6").mkdir()
     (checkpoints / "step-6" / "model.safetensors.index.json").touch()
-    with pytest.raises(ValueError, match=r"step-6 has an export .*load_step .*_load_in_hf"):
+    with pytest.raises(ValueError, match=r"step-6 has an export .* away, .*_load_in_hf"):
         checkpoint_to_load(_config(tmp_path))
     run_folder = _config(tmp_path / "new", initial_load_path=str(checkpoints))
     with pytest.raises(ValueError, match=r"\.metadata: cannot be read \(.*No such file"):
@@ -254,18 +298,6 @@ def test_whole_checkpoints_are_kept_not_folders(async_mode: str, tmp_path: Path,
     left = set(whole_checkpoint_steps(checkpoints, marker=""))
     assert {7, 9} <= left
     assert (2 in left) == under_way
-
-
-def test_what_lies_above_the_saved_step_is_of_another_start(tmp_path: Path, one_rank: None):
-    """A run that resumes from an earlier step (``load_step``) keeps what it saves."""
-    checkpoints = tmp_path / "checkpoint"
-    for step in (3, 8, 9):
-        dcp.save({"w": torch.ones(1)}, checkpoint_id=checkpoints / f"step-{step}")
-    manager = _manager(tmp_path)
-    for step in (4, 5):
-        manager.save(step)
-    manager.close()
-    assert whole_checkpoint_steps(checkpoints) == [4, 5, 8, 9]
 
 
 def test_a_checkpoint_that_is_overwritten_is_not_whole(tmp_path: Path, one_rank: None):
@@ -376,8 +408,30 @@ def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCapture
     optimizers.load_state_dict(optimizers.state_dict())
     assert caplog.text == ""
     optimizers.load_state_dict(saved.state_dict())
-    assert "weight_decay is 0.1 from the checkpoint, not 0.2 as configured" in caplog.text
+    assert "weight_decay of weight and 1 more is 0.1 from the checkpoint, not 0.2 as" in caplog.text
     assert len(caplog.records) == 1
+
+
+def test_equal_settings_are_equal_however_they_are_written(caplog: pytest.LogCaptureFixture):
+    """A file has lists for tuples, and words for enums and paths; a checkpoint what was built."""
+    word = enum.Enum("word", {"MATCH": "match"})
+    configured = {"betas": [0.9, 0.95], "eps": 1, "weight_decay": 0.5, "adjust": "match", "at": "a"}
+    saved = {
+        "betas": (0.9, 0.95),
+        "eps": 1.0,
+        "weight_decay": torch.tensor(0.5),
+        "adjust": word.MATCH,
+        "at": Path("a"),
+    }
+    for key in (*saved, ""):
+        groups = [{"params": [], "lr": 1.0, **values} for values in (configured, saved)]
+        optimizer: Any = SimpleNamespace(param_groups=groups[:1])
+        if key:
+            groups[1][key] = (0.9, 0.99) if key == "betas" else 7
+        _warn_of_overridden_settings(optimizer, {"param_groups": groups[1:]})
+        said = [re.findall(r"optimizer: (\w+) of", record.message) for record in caplog.records]
+        assert said == ([[key]] if key else [])
+        caplog.clear()
 
 
 def test_an_export_that_would_leave_weights_out(tmp_path: Path):

@@ -27,7 +27,7 @@ from torchtitan.tools.logging import init_logger
 
 from tests.faults.torchrun import is_alive
 from tests.helpers import planted
-from tests.helpers.checkpointing import corrupt_items, slow_writes
+from tests.helpers.checkpointing import corrupt_items, run_leg, slow_writes
 from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
 from tests.helpers.training import Run, make_config, titan_config
 from titan_ext.base.agreement import LastStep
@@ -36,7 +36,7 @@ from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.run.checkpoints import CheckpointManager, verify_checksums
 from titan_ext.run.start import Paths
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
-from titan_ext.run.trainer import extend_config
+from titan_ext.run.trainer import Trainer, extend_config
 
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
 FAULTY_STEP = {"sigterm": 3}  # not saved anyway; others: 4
@@ -109,6 +109,24 @@ def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):
     assert corrupt_items(tmp_path / "checkpoint" / "step-2") == {}
 
 
+@contextlib.contextmanager
+def _without_labels() -> Iterator[None]:
+    batches = Trainer.batch_generator
+
+    def masked(self: Any, data: Any) -> Iterator[Any]:
+        return ((inputs, torch.full_like(labels, -100)) for inputs, labels in batches(self, data))
+
+    with unittest.mock.patch.object(Trainer, "batch_generator", masked):
+        yield
+
+
+def test_a_step_without_a_valid_label_says_so(tmp_path: Path):
+    run = Run(parallelize="block", layers=1, seq_len=32, ac="none", steps=1)
+    error = r"step 1: no label is valid on any data.* 0 / 0: all are -100\..* dataloader\.dataset"
+    with pytest.raises(RankError, match=error):
+        run_leg(run, tmp_path, around=_without_labels)
+
+
 def test_sigterm_on_one_rank_saves_the_step_and_nothing_is_lost(tmp_path: Path):
     assert _run(tmp_path / "stopped", "sigterm") == [3, 3]
     assert latest_checkpoint_step(tmp_path / "stopped") == 3
@@ -139,10 +157,10 @@ def test_a_corrupt_checkpoint_is_named_with_the_one_before(
         shard.unlink()
     else:
         os.truncate(shard, shard.stat().st_size // 2)
-    way_on = "step-2: .*move step-4 .*load_step 2"
+    way_on = r"Moved away, it leaves step-2\."
     with pytest.raises(ValueError, match=rf"step-4 is corrupt \({shard.name}: .*{way_on}"):
         verify_checksums(config)
-    config.checkpoint.load_step = 2
+    step_4.rename(tmp_path / "away")
     verify_checksums(config)
 
 

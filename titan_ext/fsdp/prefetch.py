@@ -142,6 +142,15 @@ class _ForwardLists:
 
     @torch._dynamo.disable
     def begin(self, model: nn.Module, args: Any) -> None:
+        # Private: nothing public tells that the end of the last backward is still to come. A
+        # forward would leave FSDP2's hooks out, and the gradients on the gathered weights.
+        state = model._get_fsdp_state()._state_ctx if isinstance(model, FSDPModule) else None
+        if state and state.post_backward_final_callback_queued and not in_backward():
+            raise RuntimeError(
+                "the last backward ended in an exception, and FSDP2 is still in it. Call "
+                "reset_iter_state() on the model on every rank: it drops the gradients of this "
+                "step, which begins again (docs/your_model.md)."
+            )
         for module, left in self._left.items():
             # A schedule of a pipeline may gather a unit before its forward, too: that is new.
             if any(x is ref() for x in _arriving(module) for ref in left):

@@ -41,13 +41,13 @@ from titan_ext.base.run_check import RunCheck
 from titan_ext.base.run_folder import whole_checkpoint_steps
 from titan_ext.base.titan.data import data_facts, other_data
 from titan_ext.components.hf_export import INDEX, differences, stored_weights
+from titan_ext.run.record import as_json
 
 WRITTEN_LAST = ".metadata"
 """The file that makes a checkpoint in torch's format whole."""
 _NOT_OVERRIDDEN = {"params", "param_names", "lr", "initial_lr"}
 _REFUSED_WRITE = "unexpected pos"
 """The error of torch's zip writer as it closes a file, if it could not write all of it."""
-_DATA = "train_state.data"
 STATES = ("dataloader", "lr_scheduler", "optimizer", "train_state")
 
 
@@ -74,10 +74,13 @@ class CheckpointManager(TitanCheckpointManager):
 
     exported: Mapping[str, torch.Tensor] = {}
     """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
-    _saved_step = 0
+
+    def _load(self, step: int = -1) -> bool:
+        if (own := _step_to_load(Path(self.folder), step)) != step != -1:
+            logger.info(f"This run began at checkpoint.load_step {step}: it goes on from its own.")
+        return super()._load(own)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        self._saved_step = curr_step
         is_written = self._should_save(curr_step, last_step) and dist.get_rank() == 0
         if is_written and not filesystem.is_remote(self.folder):
             folder = Path(self._create_checkpoint_id(curr_step))
@@ -126,16 +129,13 @@ class CheckpointManager(TitanCheckpointManager):
         return super().dcp_save({**state_dict, **kept}, *args, **arguments)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints of this run.
-
-        What lies above the step that is saved is of another start, and neither counts nor goes.
-        """
+        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints."""
         if not self._should_purge():
             return
         names = [re.fullmatch(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
         steps = (int(name[1]) for name in names if name)
         whole = 0
-        for step in sorted((s for s in steps if s <= self._saved_step), reverse=True):
+        for step in sorted(steps, reverse=True):
             path = self._create_checkpoint_id(step)
             if whole >= self.keep_latest_k:
                 self.purge_queue.put(path)
@@ -154,6 +154,21 @@ def _wrong_export(folder: str, exported: Mapping[str, torch.Tensor]) -> str:
 
 class Checkpoints(RunCheck):
     """Before loading, checks that the checkpoint is intact and complete; then reports failures."""
+
+    def before_start(self, config: Trainer.Config) -> None:
+        """Refuse to begin a branch below newer checkpoints: a later start would load those."""
+        own, step = _folder(config), config.checkpoint.load_step
+        newer = [s for s in _loadable_steps(own) if s > step]
+        if step == -1 or not newer or not is_inspected(config) or _step_to_load(own, step) != step:
+            return
+        whole = " --checkpoint.no-initial-load-model-only" if step else ""
+        names = and_more([f"step-{s}" for s in newer])
+        raise ValueError(
+            f"checkpoint.load_step is {step}, and {own} has {names}: later starts, and restarts, "
+            f"would load step-{max(newer)}. Expected "
+            f"--checkpoint.initial_load_path {own}/step-{step}{whole} in another dump_folder, or "
+            "the newer ones moved away."
+        )
 
     def after_build(self, trainer: Trainer) -> None:
         for optimizer in trainer.optimizers:
@@ -193,9 +208,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     own = _folder(config)
     steps = whole_checkpoint_steps(own)
     exports = whole_checkpoint_steps(own, marker=INDEX)
-    step = checkpoint.load_step
-    if step == -1:
-        step = max([*steps, *exports], default=-1)
+    step = _step_to_load(own, checkpoint.load_step)
     if step in exports and step not in steps:
         kind = "an export (checkpoint.last_save_in_hf), the model only"
         raise _nothing_to_resume(own / f"step-{step}", kind, " --checkpoint.initial_load_in_hf")
@@ -205,6 +218,29 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     if not initial or checkpoint.initial_load_in_hf or filesystem.is_remote(initial):
         return None
     return Path(initial), checkpoint.initial_load_model_only
+
+
+def _loadable_steps(own: Path) -> list[int]:
+    return whole_checkpoint_steps(own) + whole_checkpoint_steps(own, marker=INDEX)
+
+
+def _step_to_load(own: Path, step: int) -> int:
+    """``checkpoint.load_step``, or the newest where a start with that has saved it.
+
+    A supervisor repeats its command, and would train the same steps each time.
+    """
+    newest = max(_loadable_steps(own), default=-1)
+    if step >= newest or step == -1:
+        return max(step, newest)
+    return newest if _facts(own / f"step-{newest}").get("load_step") == str(step) else step
+
+
+def _facts(folder: Path) -> dict[str, str]:
+    """What ``Trainer.state_dict`` says of its run; {} of stock's, or if it cannot be read."""
+    state = {"train_state": {"data": "{}"}}
+    with contextlib.suppress(Exception, CheckpointException):  # which is no Exception
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    return json.loads(state["train_state"]["data"])
 
 
 def verify_checksums(config: Trainer.Config) -> None:
@@ -223,8 +259,9 @@ def verify_checksums(config: Trainer.Config) -> None:
     def verdict_of(classes: list[tuple[str, list[int]]]) -> str:
         corrupt = dict(ChainMap(*(json.loads(found) for found, _ in classes)))
         files = "; ".join(f"{name}: {item}" for name, item in sorted(corrupt.items())[:5])
-        newest = _newest_whole(config, folder)
-        return f"{folder} is corrupt ({files}). {newest}" if corrupt else ""
+        others = [f"step-{s}" for s in whole_checkpoint_steps(_folder(config))]
+        left = and_more([name for name in reversed(others) if name != folder.name]) or "none"
+        return f"{folder} is corrupt ({files}). Moved away, it leaves {left}." if corrupt else ""
 
     wrong = _corrupt(folder, job.rank, job.ranks)
     if verdict := job.compare("corrupt files", json.dumps(wrong), verdict_of):
@@ -300,7 +337,7 @@ def _check_resume(trainer: Trainer) -> None:
     if not model_only:
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         _check_states(trainer.config, folder, saved)
-        _check_data(trainer, folder, saved)
+        _check_data(trainer, folder)
 
 
 def _check_cut_off(own: Path, found: Path | None) -> None:
@@ -335,20 +372,18 @@ def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) ->
 
 def _nothing_to_resume(folder: Path, kind: str, flags: str = "") -> ValueError:
     return ValueError(
-        f"{folder} has {kind}: training cannot resume from it. --checkpoint.load_step resumes from "
-        "an earlier one. A run in another dump_folder starts from these weights with "
+        f"{folder} has {kind}: training cannot resume from it. Moved away, it leaves the one "
+        "before. A run in another dump_folder starts from these weights with "
         f"--checkpoint.initial_load_path {folder} --checkpoint.initial_load_model_only{flags}. To "
         "make finished runs resumable, set checkpoint.last_save_model_only = false."
     )
 
 
-def _check_data(trainer: Trainer, folder: Path, saved: Iterable[str]) -> None:
+def _check_data(trainer: Trainer, folder: Path) -> None:
     config = trainer.config
-    if _DATA not in saved or "dataloader" in config.checkpoint.exclude_from_loading:
+    facts = _facts(folder)
+    if not facts or "dataloader" in config.checkpoint.exclude_from_loading:
         return  # stock TorchTitan's, or all the same
-    state = {"train_state": {"data": ""}}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    facts = json.loads(state["train_state"]["data"])
     if difference := other_data(facts, data_facts(config.dataloader, trainer.dataloader)):
         raise ValueError(
             f"{folder} was made with {difference}: the saved position and leftover tokens do not "
@@ -362,15 +397,17 @@ def _warn_of_overridden_settings(optimizer: torch.optim.Optimizer, state: dict[s
     """Warn of optimizer settings that the checkpoint overrides.
 
     torch restores weight decay, betas and the rest with the state, whatever the config says. The
-    rate is that of the config's schedule again (``run.checks.Schedule``).
+    rate is that of the config's schedule again (``run.checks.Schedule``). Values are compared as
+    JSON has them: a file has lists for tuples, words for enums and paths.
     """
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
         for key in sorted(group.keys() & saved.keys() - _NOT_OVERRIDDEN):
-            if saved[key] != group[key]:
+            if as_json({key: saved[key]}) != as_json({key: group[key]}):
+                names = and_more(group.get("param_names", ["unnamed parameters"]), 1)
                 logger.warning(
-                    f"optimizer: {key} is {saved[key]} from the checkpoint, not {group[key]} as "
-                    "configured. checkpoint.exclude_from_loading optimizer takes the configured "
-                    "value, and starts the moments from zero."
+                    f"optimizer: {key} of {names} is {saved[key]} from the checkpoint, not "
+                    f"{group[key]} as configured. checkpoint.exclude_from_loading optimizer takes "
+                    "the configured value, and starts the moments from zero."
                 )
 
 
@@ -381,14 +418,3 @@ def is_inspected(config: Trainer.Config) -> bool:
 
 def _folder(config: Trainer.Config) -> Path:
     return Path(config.dump_folder) / config.checkpoint.folder
-
-
-def _newest_whole(config: Trainer.Config, but: Path) -> str:
-    own = _folder(config)
-    steps = [s for s in whole_checkpoint_steps(own) if own / f"step-{s}" != but]
-    if not steps:
-        return f"There is no other whole checkpoint in {own}."
-    return (
-        f"The newest other one is {own}/step-{max(steps)}: to resume from it, move {but.name} away "
-        f"or add --checkpoint.load_step {max(steps)}."
-    )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
 from titan_ext.base.agreement import this_job
@@ -89,8 +90,17 @@ class FiniteGradients(RunCheck):
         def check(*_) -> None:
             if not is_logged_or_saved(trainer):
                 return
-            if are_finite(p.grad for p in _parameters(trainer) if p.grad is not None):
+            labels = [p["global_valid_tokens"] for p in trainer.passes[:1]]
+            grads = (p.grad for p in _parameters(trainer) if p.grad is not None)
+            if are_finite([*grads, *(1 / number for number in labels)]):
                 return
+            if not all(labels):
+                raise RuntimeError(
+                    f"step {trainer.step}: no label is valid on any data-parallel rank, so the "
+                    f"loss is 0 / 0: all are {IGNORE_INDEX}. Expected a label to train on in each "
+                    "step: look at the documents of dataloader.dataset and at what masks their "
+                    "labels, or raise training.global_batch_size."
+                )
             try:
                 trainer.checkpointer.maybe_wait_for_saving()  # it may be the last good one
             finally:

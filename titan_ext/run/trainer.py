@@ -282,7 +282,9 @@ class Trainer(TitanTrainer):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         if self.step:  # as it loads, a checkpoint needs what is asked for, and Titan's have no data
-            state["data"] = json.dumps(data_facts(self.config.dataloader, self.dataloader))
+            facts = data_facts(self.config.dataloader, self.dataloader)
+            begun = {"load_step": str(self.config.checkpoint.load_step)}
+            state["data"] = json.dumps(facts | begun)
         return state
 
     def should_continue_training(self) -> bool:

@@ -45,7 +45,6 @@ from titan_ext.plan.verify.small import (
     STEPS,
     VOCABULARY,
     SmallJob,
-    in_one_pass,
     resumes,
     set_key,
 )
@@ -478,8 +477,6 @@ def run_arm(
         norms by step, checksums of tensors, dtypes, and the step that was ``loaded``.
     """
     no_accelerator.enable()
-    if saved is not None:
-        job = in_one_pass(job)
     config = arm.config_of(job)
     kind: Any = StockTrainer if arm.stock else OurTrainer
     nodes, world = job.layout.nodes, job.layout.world
@@ -519,7 +516,7 @@ def run_arm(
                 trainer.checkpointer.save(trainer.step)
         trainer.checkpointer.maybe_wait_for_saving()
         trainer.checkpointer.close()
-    assert trainer.gradient_accumulation_steps == (1 if saved else MICROBATCHES)
+    assert trainer.gradient_accumulation_steps == MICROBATCHES
     seen["has_loss"] = getattr(trainer, "pp_has_last_stage", True)
     seen["keeps"] = bool(kept_tensors(trainer.parts))
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

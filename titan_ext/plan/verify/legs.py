@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.verify.arm import (
@@ -44,9 +45,8 @@ from titan_ext.plan.verify.judge import (
 )
 from titan_ext.plan.verify.ranks import Processes, RunError
 from titan_ext.plan.verify.reference import Reference, Step
-from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_one_pass, in_other_layout
+from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_other_layout
 
-_MOST_RUNS = 12
 _WITHOUT: dict[str, Any] = {
     "parallelism.overlap_exchanges": "none",
     "parallelism.exchange_rows": "expert",
@@ -175,22 +175,25 @@ class Legs:
         rounding = [key for key in rounding_keys(config) if key not in off]
         lossy = [key for key in lossy_keys(config) if not {key, key.partition(".")[0]} & off]
         neutral = tuple((key, ROUNDS[key]) for key in rounding)
+        # A loss that is compiled alone is compiled in both; the first comparison judges it.
+        plain = ((COMPILE, False),) if compiles_model(config.compile) or COMPILE in off else ()
         own = Arm(fp32=False, **choices)
         with_table = not (rounding or lossy or own.changes)
         exact = self._run(replace(own, changes=(*own.changes, *neutral), table=with_table))
-        eager = Arm(stock=True, steps=own.steps, changes=((COMPILE, False),))
+        eager = Arm(stock=True, steps=own.steps, changes=plain)
         stock = self._run(replace(eager, fp32=False))
         ours = [exact]
         calls: list[Any] = [("equal", own.steps, exact.folder, stock.folder)]
         if rounding:
-            exact = self._run(replace(own, table=False))
-            right = self._run(eager)
-            ours.append(exact)
             # Of the first step: then the weights are not the same.
+            exact = self._run(replace(own, table=False, steps=1))
+            right = self._run(replace(eager, steps=1))
+            ours.append(exact)
             calls.append(("rounding", 1, exact.folder, stock.folder, right.folder))
         has_table = not with_table and value_of(config, "activation_checkpoint.op_policies")
         if lossy or has_table:
-            whole = self._run(replace(own, exact=False))
+            both = has_table and POLICY not in lossy  # else its first step is judged
+            whole = self._run(replace(own, exact=False, steps=own.steps if both else 1))
             ours.append(whole)
             for key in lossy:
                 keeps = key == POLICY and whole.seen["keeps"]  # all exactly, as for gpt_oss
@@ -198,12 +201,12 @@ class Legs:
                     raise ValueError(f"{key} did nothing in the small copy.")
             if lossy:
                 calls.append(("lossy", 1, whole.folder, exact.folder))
-            if has_table and POLICY not in lossy:
+            if both:
                 without = self._run(replace(own, exact=False, table=False))
                 calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
         if "lossy" in verdict.wrong:  # with the two by which it is then judged
-            right = self._run(eager)
+            right = self._run(replace(eager, steps=1))
             of_both = stock.folder, right.folder
             calls = [(*each, *of_both) if each[0] == "lossy" else each for each in calls]
             (verdict,) = self._judge.call(("keys", calls))
@@ -225,31 +228,21 @@ class Legs:
     def blame(self, leg: str, verdict: Verdict) -> Blame:
         """Find the fewest keys with which ``leg``, whose ``verdict`` is WRONG, still is.
 
-        Keys are left out by halves, at most ``_MOST_RUNS`` times, of the steps that show it; then
-        each that is left by itself.
+        Keys are left out one by one, of the steps that show it; then each that is left by itself.
         """
         # Eager: TorchTitan 0.3 halves the experts' loads of compiled blocks with checkpoints.
         if not self.axes(stock=True, steps=verdict.step, changes=((COMPILE, False),)).is_right:
             return Blame(stock=True)
         values = dict(self.other_values())
-        runs = 0
 
         def is_wrong(on: Sequence[str]) -> bool:
-            nonlocal runs
-            runs += 1
             changes = tuple((key, value) for key, value in values.items() if key not in on)
             return not getattr(self, leg)(changes=changes, steps=verdict.step).is_right
 
-        keys, parts = [] if is_wrong(()) else list(values), 2
-        while len(keys) > 1 and runs < _MOST_RUNS:
-            size = -(-len(keys) // parts)
-            without = [keys[:at] + keys[at + size :] for at in range(0, len(keys), size)]
-            if (fewer := next(filter(is_wrong, without[: _MOST_RUNS - runs]), None)) is not None:
-                keys, parts = fewer, max(parts - 1, 2)
-            elif size == 1:
-                break
-            else:
-                parts = min(2 * parts, len(keys))
+        keys = [] if is_wrong(()) else list(values)
+        for key in list(keys):
+            if len(keys) > 1 and is_wrong(rest := [k for k in keys if k != key]):
+                keys = rest
         off = {key: value for key, value in values.items() if key not in keys}
         cures = {key: values[key] for key in keys if not is_wrong([k for k in values if k != key])}
         return Blame(keys=keys, off=off, cures=cures)
@@ -313,8 +306,9 @@ def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
 
 
 def rounding_keys(config: Any) -> list[str]:
-    """Keys of a config that change the order of sums."""
+    """Keys of a config that change the order of sums; Titan's own loss may be compiled."""
     values = {key: value_of(config, key) for key in ROUNDS}
+    values[COMPILE] = compiles_model(config.compile)
     return [key for key, value in values.items() if value not in (None, "none", ROUNDS[key])]
 
 
@@ -421,7 +415,7 @@ def _judge_resume(
     job: SmallJob, verdict: Verdict, arm: Arm, saved: Trained, resumed: list[tuple[str, Trained]]
 ) -> Verdict:
     """Hold loaded states against saved ones, and the step after that as the others before it."""
-    axes = _Axes(in_one_pass(job), arm, saved.seen["balances"])
+    axes = _Axes(job, arm, saved.seen["balances"])
     before = [read_step(saved.folder, step) for step in range(1, STEPS + 1)]
     axes.take(before[-1])
     steps = axes.steps(STEPS + 1)

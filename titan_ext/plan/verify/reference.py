@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The same steps in one process, by a loop written by hand: no mesh, no trainer, no titan_ext.
 
-Forward sample by sample, one sum of losses over all tokens that count, one backward. It runs in
+One forward of all samples, one sum of losses over all tokens that count, one backward. It runs in
 fp32 and in fp64; the distance between the two is what rounding alone does to each tensor.
 """
 
@@ -22,7 +22,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
 
 from titan_ext.base import no_accelerator
-from titan_ext.plan.verify.arm import Arm, fill_model, gradients, sample, samples_of_step
+from titan_ext.plan.verify.arm import Arm, batch, fill_model, gradients, samples_of_step
 from titan_ext.plan.verify.small import SmallJob
 
 _EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
@@ -144,18 +144,16 @@ class Reference:
         for moe in self._moes():
             moe[1].tokens_per_expert_E.zero_()
         with OneProcess(like.choices if like else []) as mode:
-            losses, count = [], 0
-            for index in samples_of_step(job, number):
-                tokens_L, positions_L, labels_L = sample(index, job, self.seed)
-                logits_BLV = model(tokens_L[None], **self._positions(positions_L[None]))
-                first_BLV, *ahead = logits_BLV if isinstance(logits_BLV, list) else [logits_BLV]
-                losses.append(_cross_entropy(first_BLV[0], labels_L))
-                for depth, ahead_BLV in enumerate(ahead, 1):
-                    share = self.config.loss.mtp_scale / len(ahead)
-                    further_L = _labels_ahead(labels_L, positions_L, depth)
-                    losses.append(share * _cross_entropy(ahead_BLV[0], further_L))
-                count += int((labels_L != IGNORE_INDEX).sum())
-            loss = torch.stack(losses).sum() / count
+            inputs, labels_BL = batch(samples_of_step(job, number), job, self.seed)
+            positions_BL = inputs["positions"]
+            logits_BLV = model(inputs["input"], **self._positions(positions_BL))
+            first_BLV, *ahead = logits_BLV if isinstance(logits_BLV, list) else [logits_BLV]
+            losses = [_cross_entropy(first_BLV, labels_BL)]
+            for depth, ahead_BLV in enumerate(ahead, 1):
+                share = self.config.loss.mtp_scale / len(ahead)
+                further_BL = _labels_ahead(labels_BL, positions_BL, depth)
+                losses.append(share * _cross_entropy(ahead_BLV, further_BL))
+            loss = torch.stack(losses).sum() / (labels_BL != IGNORE_INDEX).sum()
             loss.backward()
         grads = gradients(model)
         trained = [canonical_fqn(n) for n, p in model.named_parameters() if p.requires_grad]
@@ -225,19 +223,18 @@ class Reference:
                 yield canonical_fqn(name), module
 
 
-def _labels_ahead(labels_L: torch.Tensor, positions_L: torch.Tensor, depth: int) -> torch.Tensor:
+def _labels_ahead(labels_BL: torch.Tensor, positions_BL: torch.Tensor, depth: int) -> torch.Tensor:
     """Of each token the label that many tokens further on, if that token is of its document."""
-    document_L = (positions_L == 0).cumsum(0)
-    ahead_L = torch.full_like(labels_L, IGNORE_INDEX)
-    for token in range(len(labels_L) - depth):
-        if document_L[token] == document_L[token + depth]:
-            ahead_L[token] = labels_L[token + depth]
-    return ahead_L
+    document_BL = (positions_BL == 0).cumsum(-1)
+    same_BL = document_BL[:, depth:] == document_BL[:, :-depth]
+    ahead_BL = torch.full_like(labels_BL, IGNORE_INDEX)
+    ahead_BL[:, :-depth] = labels_BL[:, depth:].masked_fill(~same_BL, IGNORE_INDEX)
+    return ahead_BL
 
 
-def _cross_entropy(logits_LV: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:
+def _cross_entropy(logits_BLV: torch.Tensor, labels_BL: torch.Tensor) -> torch.Tensor:
     """The sum over tokens that count, by hand."""
-    counted_L = labels_L != IGNORE_INDEX
-    targets_L1 = labels_L.masked_fill(~counted_L, 0)[:, None]
-    losses_L = logits_LV.logsumexp(-1) - logits_LV.gather(-1, targets_L1)[:, 0]
-    return (losses_L * counted_L).sum()
+    counted_BL = labels_BL != IGNORE_INDEX
+    targets_BL1 = labels_BL.masked_fill(~counted_BL, 0)[..., None]
+    losses_BL = logits_BLV.logsumexp(-1) - logits_BLV.gather(-1, targets_BL1)[..., 0]
+    return (losses_BL * counted_BL).sum()

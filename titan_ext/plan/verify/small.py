@@ -25,6 +25,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
@@ -576,12 +577,18 @@ def resumes(config: Any) -> bool:
     return checkpoint.enable and not set(checkpoint.exclude_from_loading) - {"dataloader"}
 
 
-def in_one_pass(job: SmallJob) -> SmallJob:
-    """The small job with one microbatch a step, or those of one pass through a pipeline."""
-    config = copy.deepcopy(job.config)
-    step = job.samples.step // MICROBATCHES
-    batch.set_sizes(config, step=step)
-    return replace(job, config=config, samples=job.samples._replace(step=step))
+def not_reached(job: SmallJob) -> list[str]:
+    """What the job has and its copy, whose sizes ``summary`` tells, has not."""
+    is_masked = any(True for _ in job.large_config.model_spec.model.traverse(FlexAttention.Config))
+    return [
+        "more blocks, words, experts and ranks than the copy's",
+        f"tokens of a sequence after {job.samples.length}",
+        f"steps after {job.config.training.steps}",
+        *(["document masks"] if is_masked and job.layout.cp == 1 else []),
+        "ranks or microbatches without valid tokens",
+        "norms on the other side of max_norm",
+        "roundings in code that stock has, too",
+    ]
 
 
 def in_other_layout(job: SmallJob) -> SmallJob | None:
