@@ -42,9 +42,9 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
         is_on = trainer.step % 2 == 1
         check._watchdog = recorder if is_on else RunCheck()
         if not is_on:
-            for group in recorder._groups:
+            for group in recorder._hooked:
                 group.unregister_pre_hook(watchdog._HOOK_ID)
-            recorder._groups.clear()  # the next recorded step registers them again
+            recorder._hooked.clear()  # the next recorded step registers them again
         wall, cpu, before = time.perf_counter(), time.process_time(), inside[0]
         step(data_iterator)
         if is_on:
