@@ -14,39 +14,33 @@ It does not see what bypasses process groups (DeepEP, HybridEP and symmetric-mem
 store), a replayed CUDA graph, and collectives inside torch's own ``monitored_barrier``.
 """
 
-import contextlib
+import functools
 import hashlib
-import inspect
 import os
-import shutil
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.distributed_c10d import _world
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
+from titan_ext.base.issuer import issuer
 from titan_ext.base.op_cost import collective_kind
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
-from titan_ext.debug.hang_report import Note, Notes
+from titan_ext.debug.hang_report import Note
 
-_KEPT_RUNS = 3
 _HOOK_ID = 0x7E47
 """Our hook's name in a process group."""
-_NOT_AN_ISSUER = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, __file__))
 _PRIME = (1 << 31) - 1
 """Hashes are below it: what all ranks of a job add up then fits into an int64."""
 
@@ -64,22 +58,19 @@ class CollectiveWatchdog(RunCheck):
                 "debug.record_collectives needs ProcessGroup.register_pre_hook, which torch "
                 f"{torch.__version__} does not have; expected torch 2.15 or newer."
             )
-        self._step = self._index = 0
+        self._trainer: Trainer | None = None
+        self._index = 0
         self._positions: Counter[str] = Counter()
         self._ranks: dict[str, list[int]] = {}
         """Of each group, in the order of their notes."""
         self._hooked: set[dist.ProcessGroup] = set()
         self._orders: Counter[str] = Counter()
         self._names: dict[nn.Module, str] = {}
-        rank = dist.get_rank()
         name = this_job().broadcast("collectives", lambda: time.strftime("%Y%m%d-%H%M%S"))
         self._folder = Path(config.dump_folder) / "collectives" / name
-        if rank == 0:
-            others = sorted(path for path in self._folder.parent.glob("*") if path.is_dir())
-            for old in others[: -_KEPT_RUNS + 1]:
-                shutil.rmtree(old, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._notes = Notes(self._folder / f"rank_{rank}.notes", os.O_WRONLY | os.O_CREAT)
+        path = self._folder / f"rank_{dist.get_rank()}.notes"
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         self._hook_new_groups()
         logger.info(
             f"Collectives are recorded in {self._folder}; python -m titan_ext.debug.hang_report "
@@ -90,19 +81,14 @@ class CollectiveWatchdog(RunCheck):
         """Let notes name the modules of the model, and compare at steps that read anyway."""
         for part in trainer.model_parts:
             self._names.update({m: canonical_fqn(name) for name, m in part.named_modules()})
-        self._hook_new_groups()
+        self._trainer = trainer
 
         def compare(*_: Any) -> None:
+            self._hook_new_groups()
             if is_logged_or_saved(trainer):
                 self.compare(trainer.device)
 
         trainer.optimizers.register_step_pre_hook(compare)
-
-    @contextlib.contextmanager
-    def around_step(self, trainer: Trainer) -> Iterator[None]:
-        self._step = trainer.step
-        self._hook_new_groups()
-        yield
 
     def compare(self, device: torch.device) -> None:
         """Compare what the ranks of each group have issued on it, by one number of 8 bytes.
@@ -124,55 +110,44 @@ class CollectiveWatchdog(RunCheck):
                 f"titan_ext.debug.hang_report {self._folder} says where."
             )
 
-    @contextlib.contextmanager
-    def around_run(self, trainer: Trainer) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            for group in self._hooked:
-                group.unregister_pre_hook(_HOOK_ID)
-
     def _hook_new_groups(self) -> None:
         # torch has no public list of a process's groups, and some are made after the build.
-        for group in [group for group in _world.pg_map if group not in self._hooked]:
-            name, ranks = (
-                f"{group.group_desc}/{group.group_name}",
-                dist.get_process_group_ranks(group),
-            )
+        for group in _world.pg_map.keys() - self._hooked:
+            name = f"{group.group_desc}/{group.group_name}"
+            ranks = dist.get_process_group_ranks(group)
             self._add(name, ranks)
-            group.register_pre_hook(_HOOK_ID, self._hook_of(name, ranks))
+            group.register_pre_hook(_HOOK_ID, functools.partial(self._note, name, ranks))
             self._hooked.add(group)
 
     def _add(self, name: str, ranks: list[int]) -> None:
         if name not in self._ranks:
-            self._notes.write(len(self._ranks), Note(name, -1))
+            Note(name, -1).write(self._file, len(self._ranks))
             self._ranks[name] = ranks
 
-    def _hook_of(self, name: str, ranks: list[int]) -> Any:
-        def hook(args: Any) -> None:
-            # An asynchronous checkpoint has a thread and a group, in an order of its own; a card's
-            # backward has a thread as well.
-            if threading.current_thread() is not threading.main_thread() and not in_backward():
-                return
-            op, group = collective_kind(args.name.name), name
-            if op in ("send", "recv"):
-                ends = [dist.get_rank(), ranks[args.root]]
-                ends = ends if op == "send" else ends[::-1]
-                group = f"{name} {ends[0]}->{ends[1]}"
-                self._add(group, ends)
-            signature, words = self._describe(op, args)
-            self._orders[group] = _hash(self._orders[group], signature)
-            note = Note(group, self._positions[group], self._orders[group], self._index, words)
-            self._notes.write(list(self._ranks).index(group), note)
-            self._index += 1
-            self._positions[group] += 1
-
-        return hook
+    def _note(self, name: str, ranks: list[int], args: Any) -> None:
+        # An asynchronous checkpoint has a thread and a group, in an order of its own; a card's
+        # backward has a thread as well.
+        if threading.current_thread() is not threading.main_thread() and not in_backward():
+            return
+        op, group = collective_kind(args.name.name), name
+        if op in ("send", "recv"):
+            ends = [dist.get_rank(), ranks[args.root]]
+            ends = ends if op == "send" else ends[::-1]
+            group = f"{name} {ends[0]}->{ends[1]}"
+            self._add(group, ends)
+        signature, words = self._describe(op, args)
+        self._orders[group] = _hash(self._orders[group], signature)
+        note = Note(group, self._positions[group], self._orders[group], self._index, words)
+        note.write(self._file, list(self._ranks).index(group))
+        self._index += 1
+        self._positions[group] += 1
 
     def _describe(self, op: str, args: Any) -> tuple[object, str]:
         """What must be equal on all ranks of the group, and the collective in words."""
         # Past this method and the hook, which torch calls from C++, to who issues the collective.
-        unit, site = self._issuer(sys._getframe(2))
+        step = self._trainer.step if self._trainer is not None else 0
+        unit, frame = issuer(sys._getframe(2), self._names)
+        site = frame.f_code.co_qualname if frame is not None else ""
         # Of a scatter and a gather one side is on one rank.
         other_side = op in ("all_gather", "scatter", "recv")
         tensors = args.output_tensors if other_side else args.input_tensors
@@ -181,42 +156,16 @@ class CollectiveWatchdog(RunCheck):
         if tensors:
             words += f" of {tensors[0].dtype}{shapes[0]}".replace("torch.", "").replace(", ", "x")
         words += (f" by {unit}" if unit else "") + (f" in {site}" if site else "")
-        words += f"{', backward' if in_backward() else ''}, step {self._step}"
+        words += f"{', backward' if in_backward() else ''}, step {step}"
         if op == "all_to_all":  # how many rows is each rank's own
             shapes = [shape[1:] for shape in shapes[:1]]
         dtypes = [tensor.dtype for tensor in tensors[:1]]
         if op in ("send", "recv"):  # the two ends of a pipeline are different modules
             return (shapes, dtypes), words
-        return (op, shapes, dtypes, args.root, self._step, unit, site, in_backward()), words
-
-    def _issuer(self, frame: FrameType | None) -> tuple[str, str]:
-        """The FSDP unit or innermost module on the stack, and the innermost frame not of torch."""
-        site = ""
-        while frame is not None:
-            code = frame.f_code
-            if code in _UNIT_METHODS:
-                return canonical_fqn(frame.f_locals["self"]._module_fqn or "root"), ""
-            if code is _MODULE_CALL:
-                name = self._names.get(frame.f_locals["self"])
-                if name is not None:
-                    return name, site
-            elif not site and not code.co_filename.startswith(_NOT_AN_ISSUER):
-                site = code.co_qualname
-            frame = frame.f_back
-        return "", site
+        return (op, shapes, dtypes, args.root, step, unit, site, in_backward()), words
 
 
 def _hash(*values: object) -> int:
-    """The same in every process."""
-    # Python's ``hash`` of a string is another one in each process.
+    """The same in every process, unlike Python's ``hash`` of a string."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % _PRIME
-
-
-def _code_of(function: Any) -> CodeType:
-    return inspect.unwrap(function).__code__
-
-
-# FSDP2 decorates its methods (_fsdp_common.py); the frame that runs is of what is inside.
-_UNIT_METHODS = (_code_of(FSDPParamGroup.unshard), _code_of(FSDPParamGroup.post_backward))
-_MODULE_CALL = _code_of(nn.Module._call_impl)
