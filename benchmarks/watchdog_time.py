@@ -42,9 +42,11 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
         is_on = trainer.step % 2 == 1
         check._watchdog = recorder if is_on else RunCheck()
         if not is_on:
-            for group in recorder._groups:
+            for group in recorder._hooked:
                 group.unregister_pre_hook(watchdog._HOOK_ID)
-            recorder._groups.clear()  # the next recorded step registers them again
+            recorder._hooked.clear()
+        else:
+            recorder._hook_new_groups()
         wall, cpu, before = time.perf_counter(), time.process_time(), inside[0]
         step(data_iterator)
         if is_on:
@@ -65,8 +67,7 @@ def _train(run: Run, folder: Path) -> dict[str, list[float]]:
 
         return call
 
-    hook_of = recorder._hook_of
-    recorder._hook_of = lambda *arguments: counted(hook_of(*arguments))
+    recorder._note = counted(recorder._note)
     compared = counted(recorder.compare)
 
     def compare_if_on(*arguments: Any) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.debug.hang_report import Comparison
+from titan_ext.debug.hang_report import report
 from titan_ext.plan.verify.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -57,7 +57,7 @@ def killed_rank(folder: Path) -> str:
     assert f"Training starts at step {before + 1}" in _output(folder)
     _compare_losses(folder)
     first = min(folder.glob("collectives/*"))
-    assert "rank 0 waits in collective" in "\n".join(Comparison(first).parts())
+    assert "rank 0 waits in collective" in report(first)
     return f"resumed from step {before} {restart_s:.0f} s after the kill; losses equal"
 
 

@@ -152,16 +152,6 @@ def _skip_expert_backward():
     return _exchanges("_combine", detached)
 
 
-def _wrong_splits():
-    """Expects one row more from rank 0 than that sends."""
-    dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
-
-    def shifted(self, x, pg, output_splits, input_splits):
-        return dispatch(self, x, pg, [output_splits[0] + 1, output_splits[1]], input_splits)
-
-    return _exchanges("_dispatch", shifted)
-
-
 def _stop_in_the_step():
     dispatch = FunctionalAllToAllTokenDispatcher._dispatch_token_exchange
 
@@ -204,7 +194,6 @@ def nan_gradient():
 
 _FAULTS = {
     "skipped expert backward": _skip_expert_backward,
-    "wrong splits": _wrong_splits,
     "stopped": _stop_in_the_step,
     "other site": _other_site,
 }

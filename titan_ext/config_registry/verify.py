@@ -31,9 +31,10 @@ _EXPECTED = (ValueError, AssertionError, ImportError, NotImplementedError, OSErr
 _LEGS = {
     "axes": "fp32 beside one process in which nothing is wrapped",
     "keys": "the job's dtypes beside TorchTitan's own parallelize on the same ranks",
+    "graphs": "operations replayed as a CUDA graph would beside the same job in Python",
 }
 _NOTHING = ("none", "None")
-_NOT_HERE = ("FlexAttention's kernel", "compiled kernels", "CUDA graphs")
+_NOT_HERE = ("FlexAttention's kernel", "compiled kernels", "a GPU's CUDA graphs")
 _NOT_HERE += ("sums of NCCL", "streams", "drawing of first weights")
 
 
@@ -69,6 +70,8 @@ class Verify:
     """Values of the job to keep: training.seq_len, training.max_norm, lr_scheduler.warmup_steps."""
     routing: Literal["balanced", "skewed", "idle"] = "balanced"
     """Send every token also to the first expert of each layer ("skewed"), or none ("idle")."""
+    graphs: bool = False
+    """Replay the job as CUDA graphs would, also where they are off."""
     verbose: bool = False
     """Print the log of the start, too."""
 
@@ -108,8 +111,11 @@ class Verify:
         is_right, not_here = self._look_at_data(job, folder)
         with Legs(job, folder) as legs:
             wrong: dict[str, Verdict] = {}
+            replays = self.graphs or not job.large_config.training.disable_cuda_graphs
             for leg, what in _LEGS.items():
                 if leg == "keys" and (self.stock or self.quick):
+                    continue
+                if leg == "graphs" and (self.quick or wrong or not replays):
                     continue
                 verdict = getattr(legs, leg)(**({"stock": True} if self.stock else {}))
                 print(f"{leg:10}{what}", *(f"  {line}" for line in verdict.lines()), sep="\n")
@@ -126,6 +132,7 @@ class Verify:
         not_here += [] if small.resumes(job.config) else ["checkpoints"]
         not_here += small.lost_shards(job.decisions, decided)
         not_here += ["CPU offload"] * (self.stock and job.config.training.enable_cpu_offload)
+        not_here += [] if replays else ["CUDA graphs (off; --graphs replays them)"]
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")
         print(f"not reached here: {', '.join(small.not_reached(job))}")

@@ -148,8 +148,7 @@ class DebugConfig(TitanDebugConfig):
 
     record_collectives: bool = False
     """
-    Record every collective of every rank in a file before it is issued, and compare the ranks at
+    Note every collective of every rank in a file before it is issued, and compare the ranks at
     steps that are logged or saved. After a hang or an abort, python -m titan_ext.debug.hang_report
-    names the ranks, the position in the order and the units. Costs some 50 microseconds a
-    collective. See docs/running.md.
+    names the late rank, the position in the order and the unit. See docs/running.md.
     """

@@ -6,7 +6,7 @@ To add one, write a subclass of ``RunCheck`` and add it to ``RUN_CHECKS``.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -54,12 +54,6 @@ class Collectives(RunCheck):
 
     def after_build(self, trainer: Any) -> None:
         self._watchdog.after_build(trainer)
-
-    def around_run(self, trainer: Any) -> AbstractContextManager[None]:
-        return self._watchdog.around_run(trainer)
-
-    def around_step(self, trainer: Any) -> AbstractContextManager[None]:
-        return self._watchdog.around_step(trainer)
 
 
 class LoRATargets(RunCheck):

@@ -48,6 +48,7 @@ from titan_ext.plan.verify.small import (
     resumes,
     set_key,
 )
+from titan_ext.plan.verify.tape import Replayed
 from titan_ext.run.trainer import Trainer
 
 POLICY = "activation_checkpoint.policy"
@@ -91,6 +92,7 @@ class Arm:
         changes: Keys that differ from the job's.
         seed: Of weights and tokens.
         steps: How many it trains: a fault that is in the first needs no second.
+        graphs: "replayed" as CUDA graphs would; "python" as they are held against; "" without them.
     """
 
     stock: bool = False
@@ -100,6 +102,7 @@ class Arm:
     changes: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
     steps: int = STEPS
+    graphs: str = ""
 
     def config_of(self, job: SmallJob) -> Any:
         """The trainer's config of this arm; that of ``job`` stays as it is."""
@@ -321,8 +324,9 @@ class _Watched:
                 name = canonical_fqn(name)
                 found |= {f"grad:{name}": param.grad if grads else None, f"param:{name}": param}
             for name, buffer in part.named_buffers():
-                if name.endswith("expert_bias_E"):
-                    tensors[f"bias:{canonical_fqn(name)}"] = whole(buffer).clone()
+                kind = "bias" if name.endswith("expert_bias_E") else "buffer"
+                if kind == "bias" or self.arm.graphs:
+                    tensors[f"{kind}:{canonical_fqn(name)}"] = whole(buffer).clone()
         if step == STEPS and self.arm.saves(self.job):
             found |= self._states()
         keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
@@ -500,6 +504,10 @@ def run_arm(
             seen["loss"].append(loss)
             seen["norm"].append(norm)
 
+        if arm.graphs:
+            trainer.config.training.disable_cuda_graphs = False  # gradients keep their storages
+            graph = Replayed(trainer.fwd_bwd_fn, trainer.parts, arm.graphs == "replayed")
+            trainer.fwd_bwd_fn, seen["graph"] = graph, graph.seen
         trainer.metrics_processor.log = log
         trainer.metrics_processor.should_log = lambda step: True
         steps = range(1, arm.steps + 1)

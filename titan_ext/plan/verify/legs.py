@@ -45,7 +45,8 @@ from titan_ext.plan.verify.judge import (
 )
 from titan_ext.plan.verify.ranks import Processes, RunError
 from titan_ext.plan.verify.reference import Reference, Step
-from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_other_layout
+from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_one_pass, in_other_layout
+from titan_ext.plan.verify.tape import judge_replay
 
 _WITHOUT: dict[str, Any] = {
     "parallelism.overlap_exchanges": "none",
@@ -217,6 +218,13 @@ class Legs:
         if counts:
             said = ", ".join(f"{key} in {count} places" for key, count in counts.items())
             verdict.notes.append(f"{'engaged':10}float8: {said}")
+        return verdict
+
+    def graphs(self, steps: int = 3, **choices: Any) -> Verdict:
+        """Hold passes that are replayed as CUDA graphs would against the same in Python."""
+        arm = Arm(fp32=False, exact=False, steps=steps, graphs="python", **choices)
+        right, found = self._run(arm), self._run(replace(arm, graphs="replayed"))
+        (verdict,) = self._judge.call(("graphs", *zip(found, right, strict=True), steps))
         return verdict
 
     def other_values(self) -> Iterator[tuple[str, Any]]:
@@ -440,5 +448,6 @@ def _judge_resume(
 _JUDGES: dict[str, Callable[..., Verdict]] = {
     "axes": _judge_axes,
     "keys": _judge_keys,
+    "graphs": lambda job, *arguments: judge_replay(*arguments),
     "resume": _judge_resume,
 }

@@ -1,0 +1,240 @@
+"""Passes that are replayed as a CUDA graph would: what is right stays, and planted faults show."""
+
+import contextlib
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from titan_ext.plan.verify.judge import Verdict
+from titan_ext.plan.verify.tape import Replayed, judge_replay
+
+STEPS = 2
+
+
+class Net(nn.Module):
+    """A model with what a graph holds: a buffer that is written in place, and a draw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("counts", torch.zeros(4))
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.counts.add_(x.detach().sum(0))
+        return nn.functional.dropout(self.linear(x), 0.5) + self.counts
+
+
+class Counter(Net):
+    def forward(self, x):
+        return super().forward(x) * self.passes
+
+
+class FloatScale(Net):
+    scale = 1.0  # the trainer's, from the step before
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class HostScale(Net):
+    def forward(self, x):
+        return super().forward(x) * torch.tensor(1.0 + self.scale)
+
+    scale = 0.0
+
+
+class Assigned(Net):
+    def forward(self, x):
+        self.counts = self.counts * 0.5 + x.detach().mean(0)
+        return super().forward(x)
+
+
+class MadeAnew(Net):
+    def after_step(self) -> None:
+        self.counts = self.counts * 2
+
+
+class HookOnce(Net):
+    def forward(self, x):
+        if self.passes == 1:  # as the second pass is recorded
+            x = x * 3
+        return super().forward(x)
+
+
+class OwnGenerator(Net):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return super().forward(x) * torch.rand(4, generator=self.generator)
+
+
+class OtherThread(Net):
+    """What another stream does, whose event no graph waits for: here, an all-reduce in place."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        sums = torch.zeros(4)
+        reduce = threading.Thread(target=lambda: sums.copy_(y.detach().sum(0)))
+        reduce.start()
+        reduce.join()
+        return y * sums
+
+
+def _run(kind: type[Net], folder: Path, replays: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net: Any = kind()
+    rate = [0.5]
+
+    def function(inputs: Any, labels: Any, tokens: Any, extra: Any) -> torch.Tensor:
+        loss = ((net(inputs) - labels) ** 2).sum() / tokens
+        loss.backward()
+        return loss
+
+    graph = Replayed(function, [net], replays=replays)
+    seen: dict[str, Any] = {"loss": [], "graph": graph.seen}
+    draw = torch.Generator().manual_seed(2)
+    for step in range(1, STEPS + 1):
+        for _ in range(3):
+            inputs, labels = (torch.randn(3, 4, generator=draw) for _ in range(2))
+            loss = graph(inputs, labels, torch.tensor(3.0), {"positions": None})
+        seen["loss"].append(float(loss.detach()))
+        found = {f"grad:{name}": param.grad.clone() for name, param in net.named_parameters()}
+        found |= {f"buffer:{name}": buffer.clone() for name, buffer in net.named_buffers()}
+        torch.save(found, folder / f"step{step}_rank0.pt")
+        with torch.no_grad():
+            for param in net.parameters():
+                param.sub_(param.grad, alpha=rate[0] * 0.01)
+                param.grad.zero_()
+        net.scale = step / 4
+        getattr(net, "after_step", lambda: None)()
+    return seen
+
+
+def _judge(kind: type[Net], folder: Path) -> Verdict:
+    folders, seen = [], []
+    for replays in (True, False):
+        folders.append(folder / str(replays))
+        folders[-1].mkdir()
+        seen.append(_run(kind, folders[-1], replays))
+    return judge_replay(folders, seen, STEPS)
+
+
+def test_a_pass_is_replayed_on_other_batches(tmp_path: Path):
+    """Buffers in place, draws of torch's own generator, gradients that add up over three passes."""
+    verdict = _judge(Net, tmp_path)
+    assert verdict.lines()[:-1] == ["grads     equal", "buffer    equal", "loss      equal"]
+    assert verdict.lines()[-1].endswith(" operations in 4 more passes")
+
+
+FAULTS: dict[type[Net], tuple[str, str]] = {
+    Counter: ("grads", "Counter.forward (verify/test_tape.py:"),
+    FloatScale: ("grads", "aten.mul.Tensor[1.0]; in a later pass"),
+    HostScale: ("grads", "aten.lift_fresh.default[1.0]; in a later pass"),
+    Assigned: ("buffer", ""),
+    MadeAnew: ("buffer", ""),
+    HookOnce: ("grads", "HookOnce.forward (verify/test_tape.py:"),
+    OwnGenerator: ("grads", ""),
+    OtherThread: ("grads", ""),
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_what_no_graph_does_is_wrong(kind: type[Net], tmp_path: Path):
+    """With the tensor and the operation that wrote it, and the line at which Python is to blame."""
+    category, says = FAULTS[kind]
+    verdict = _judge(kind, tmp_path)
+    assert verdict.wrong.get(category), verdict.lines()
+    said = "\n".join(verdict.lines())
+    assert "first     linear." in said or "first     counts" in said, said
+    assert "wrote last" in said
+    if says:
+        assert says in said.partition("Python ")[2], said
+    else:
+        assert "Python " not in said, said
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "branch": lambda x: 1 if x.sum() > 0 else 2,
+    "nonzero": lambda x: len(x.nonzero()),
+    "mask": lambda x: len(x[x > 0]),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu"),
+    "numpy": lambda x: x.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_read_by_the_host_is_refused(read: str, tmp_path: Path):
+    class Reads(Net):
+        def forward(self, x):
+            READS[read](self.linear(x.detach()))
+            return super().forward(x)
+
+    (said,) = _judge(Reads, tmp_path).wrong["host"]
+    assert "(verify/test_tape.py:" in str(said)
+    assert "the host reads a value (" in str(said)
+
+
+def _verify(folder: Path, *flags: str, fault: Any = contextlib.nullcontext) -> Verdict:
+    """The leg alone, of a small copy of the debug model on two ranks."""
+    import os
+    import unittest.mock
+
+    from tests.verify.test_verify import _small
+    from titan_ext.plan.verify import legs
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    (path := folder / "job.toml").write_text('extends = "moe_debug.toml"\nworld_size = 2\n')
+    job, train = _small(str(path), flags, 2), legs._train
+
+    def faulty(*call: Any) -> Any:
+        with fault():
+            return train(*call)
+
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        unittest.mock.patch.object(legs, "_train", faulty),
+        legs.Legs(job, folder) as comparison,
+    ):
+        return comparison.graphs(steps=2)
+
+
+def _fp8(folder: Path) -> Verdict:
+    flags = "--parallelism.expert_parallel_degree", "1", "activation-checkpoint:fp8"
+    return _verify(folder, *flags)
+
+
+def _standard_dispatcher(folder: Path) -> Verdict:
+    return _verify(folder, "--parallelism.expert_parallel_degree", "2")
+
+
+def test_a_job_is_replayed(tmp_path: Path):
+    """FSDP's units, its collectives and float8 activations, on two ranks."""
+    from tests.helpers.cluster import run_ranks
+
+    (verdict,) = run_ranks(_fp8, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
+    assert verdict.is_right, verdict.lines()
+    assert {"grads", "weights", "buffer", "bias", "load", "loss"} <= verdict.worst.keys()
+
+
+def test_the_standard_dispatcher_is_refused_by_name(tmp_path: Path):
+    from tests.helpers.cluster import run_ranks
+
+    (verdict,) = run_ranks(_standard_dispatcher, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
+    said = str(verdict.wrong["host"][0])
+    assert "AllToAllTokenDispatcher._sync_token_count_exchange (common/token_dispatcher.py" in said
+    assert "in layers.1.moe.routed_experts: the host reads a value" in said
+    assert said.endswith(
+        "MinimalAsyncEP, and HybridEP with non_blocking_capacity_factor, read none"
+    )
