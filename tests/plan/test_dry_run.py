@@ -293,10 +293,7 @@ def test_selective_checkpointing_keeps_q_and_k_of_an_eager_flex_attention():
 
 def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):
     """On a CPU they are off before anyone asks; a dry run is of a GPU."""
-    (folder / "run.toml").write_text(
-        DEBUG
-        + "[training]\ndisable_cuda_graphs = false\n[parallelism]\nexpert_parallel_degree = 2\n"
-    )
+    (folder / "run.toml").write_text(DEBUG + "[parallelism]\nexpert_parallel_degree = 2\n")
     # Context parallelism needs FlexAttention under spmd_types, with its masks.
     flags = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "512")
     done = _dry_run(folder, "run.toml", "--ranks", "8", "--verbose", *flags)
@@ -361,7 +358,7 @@ def test_every_shipped_file_at_its_size(
     options = ("--ranks", str(ranks), "--memory", "141GiB", "--machine", "h100")
     done = _dry_run(folder, f"{name}.toml", *options, *flags)
     if (said := re.search(expected_in_header, shipped_configs()[name].read_text())) and ranks < 600:
-        (expected,) = re.findall(r"expect ([\d,]+) tokens/s a GPU \(\+-32%\)", done.out)
+        (expected,) = re.findall(r"expect ([\d,]+) tokens/s a GPU \(\+-26%\)", done.out)
         figures = (int(text.replace(",", "")) for text in (expected, said[1]))
         assert next(figures) == pytest.approx(next(figures), rel=0.01)
     assert (done.code, done.error) == (0, "")

@@ -188,7 +188,28 @@ _FSDP_KEY = "parallelism.fsdp_"
 _UNSHARDED = (MemoryKind.UNSHARDED, MemoryKind.REDUCE)
 _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL, MemoryKind.TEMPORARY)
 
+_COMPILE = "compile.enable"
+
+
+def _compiled(now: Keys, _: Facts) -> Iterator[Keys]:
+    """On and off; whether other keys allow it, the checks of a config say (parallelize.limits)."""
+    if _COMPILE in now:
+        both = {"compile.components": ["model", "loss"]} if not now[_COMPILE] else {}
+        yield {_COMPILE: not now[_COMPILE], **both}
+
+
 MOVES = (
+    Move(
+        "blocks and the loss are compiled: fewer kernels, and fewer calls of the host",
+        _compiled,
+        (Category.HOST, *_KERNELS, Category.RECOMPUTE),
+        effect=Effect.ROUNDING,
+    ),
+    Move(
+        "one CUDA graph has forward and backward: the host gives out one",
+        _values("training.disable_cuda_graphs", False, True),
+        (Category.HOST,),
+    ),
     Move(
         "half of a batch computes while tokens of the other travel",
         _if_experts(_halves),
