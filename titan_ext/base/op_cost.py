@@ -82,6 +82,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
 _KERNELS = {
     # The first kind that matches counts: a copy inside of the codec is the codec's.
     "codec": r"titan_ext::float8_",
+    "exchanges": r"minimal_async_ep::|hybridep::",
     "collectives": r"c10d",  # of a fake process group: copies in place of messages
     "grouped GEMM": r"_grouped_mm",
     "attention": r"scaled_dot_product|flash_attn|flex_attention",

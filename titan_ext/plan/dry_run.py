@@ -44,7 +44,7 @@ from titan_ext.plan.live import LASTING, LiveBytes
 from titan_ext.plan.memory import JobClass, MemoryPlan
 from titan_ext.plan.pools import COMPONENTS
 from titan_ext.plan.schedules import actions_of, idle_share
-from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
+from titan_ext.plan.stand_ins import Buffer, NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import EAGER, Category, How, StepClock, StepTime
 from titan_ext.run.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.run.checks import LoRATargets
@@ -218,15 +218,22 @@ class DryRun(Trainer):
         live = LiveBytes(
             self.model_parts, self.optimizers, on_host=on_host, compiled=self._compiled
         )
-        clock = None
+        clock, buffer = None, Buffer.of(self.model_parts)
         if machine:
             rates = machine_of(machine)
-            self.clock = clock = StepClock(self.model_parts, live, rates, self.how, self.remedies)
+            self.clock = clock = StepClock(
+                self.model_parts, live, rates, self.how, self.remedies, buffer
+            )
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if memory is not None:
             self.memory = MemoryPlan.of(
-                live, memory, ranks_per_node(), job=self._class, unplanned=self.dispatchers
+                live,
+                memory,
+                ranks_per_node(),
+                job=self._class,
+                unplanned=self.dispatchers,
+                symmetric=buffer.symmetric,
             )
         if clock is not None:
             self.time = self._step_time(clock, machine)

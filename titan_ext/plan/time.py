@@ -43,6 +43,7 @@ from titan_ext.base.op_cost import (
 from titan_ext.base.tensors import has_values, in_backward, tensors_in
 from titan_ext.plan.live import LiveBytes, MemoryKind, fsdp_kind
 from titan_ext.plan.pools import component_of
+from titan_ext.plan.stand_ins import Buffer
 from titan_ext.plan.streams import Item, Streams, Work
 
 
@@ -106,6 +107,7 @@ _REMEDIES = {
     "compiled": "compile.enable = true",
     "graphs": "training.disable_cuda_graphs = false",
 }
+NO_BUFFER = Buffer()
 _HOST = "host"
 _LATE = 0.05
 """Share of a step for which the card waits for its host before other ways are timed."""
@@ -168,6 +170,7 @@ class StepClock:
         machine: Whose rates.
         how: How the job runs.
         others: Other ways to run it, which are timed where the host is late.
+        buffer: The one that tokens arrive in, where it is never full.
     """
 
     def __init__(
@@ -177,11 +180,12 @@ class StepClock:
         machine: Machine,
         how: How = EAGER,
         others: Iterable[How] = (),
+        buffer: Buffer = NO_BUFFER,
     ) -> None:
         self.passes: list[Pass] = []
         """Passes, in the order in which they ran."""
         self._parts, self._live, self._machine = parts, live, machine
-        self.how, self.others = how, others
+        self.how, self.others, self._buffer_of_tokens = how, others, buffer
         self.host_is_ahead_ms = 0.0
         """From the end of what the host does to that of the step."""
         # Without an accelerator FSDP2 takes its streams from torch.cpu. They run nothing, and tell
@@ -340,7 +344,15 @@ class StepClock:
         cost = op_cost(func, args, kwargs, out, self._machine)
         name = func._schema.name
         self._has_experts |= kernel_class(name) == "grouped GEMM"
-        end = self._add(stream, self._category(name), cost.ms, kernel_class(name))
+        ms, kind, category = cost.ms, kernel_class(name), self._category(name)
+        if kind in ("grouped GEMM", "exchanges"):
+            ms *= self._buffer_of_tokens.share
+        if kind == "exchanges":  # of kernels that write into the buffers of other ranks
+            nbytes = max(x.nbytes for x in (*used, *tensors_in(out)))
+            nbytes, ranks = int(nbytes * self._buffer_of_tokens.share), self._buffer_of_tokens.ranks
+            on_link_ms, _ = group_ms(self._machine, nbytes, ranks, is_exchange=True)
+            ms, category = max(ms, on_link_ms), Category.EXCHANGES
+        end = self._add(stream, category, ms, kind)
         if stream is self.compute and self._live.region():
             work = self.streams.queues[stream][end.index]
             read, made = self._live.fused(func, used), self._live.fused(func, tensors_in(out))
