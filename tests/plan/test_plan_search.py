@@ -527,6 +527,10 @@ def test_what_cannot_win_is_planned_no_further(
     planned.clear()
     assert isinstance(job.plan({}, None), Plan), "a plan that is needed for its figure"
     assert planned == [3, 5]
+    compiled = {"compile.enable": True, "compile.components": ["model"]}
+    own = job.plan(compiled, GIB)
+    assert isinstance(own, Plan), "no table is solved, for which there would have to be a config"
+    assert own.checkpointing is None
 
 
 def test_what_was_lost_is_planned_where_its_figure_is_asked_for():

@@ -23,6 +23,7 @@ Keys = Mapping[str, Any]
 EP = "parallelism.expert_parallel_degree"
 REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
+COMPILE = "compile.enable"
 SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
@@ -188,14 +189,12 @@ _FSDP_KEY = "parallelism.fsdp_"
 _UNSHARDED = (MemoryKind.UNSHARDED, MemoryKind.REDUCE)
 _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL, MemoryKind.TEMPORARY)
 
-_COMPILE = "compile.enable"
-
 
 def _compiled(now: Keys, _: Facts) -> Iterator[Keys]:
     """On and off; whether other keys allow it, the checks of a config say (parallelize.limits)."""
-    if _COMPILE in now:
-        both = {"compile.components": ["model", "loss"]} if not now[_COMPILE] else {}
-        yield {_COMPILE: not now[_COMPILE], **both}
+    if COMPILE in now:
+        both = {"compile.components": ["model", "loss"]} if not now[COMPILE] else {}
+        yield {COMPILE: not now[COMPILE], **both}
 
 
 MOVES = (
