@@ -87,8 +87,12 @@ def busy_in(events: Iterable[Any], cuda: bool) -> list[Busy]:
     return found
 
 
-def kernel_ms(events: Iterable[Any], cuda: bool) -> dict[str, float]:
+def kernel_ms(
+    events: Iterable[Any], cuda: bool, launched: dict[str, int] | None = None
+) -> dict[str, float]:
     """Milliseconds of kernels by ``kernel_class``; "of no operation" is what nothing launched.
+
+    ``launched`` gets their number. "collectives" are the copies of a fake process group.
 
     The operations around the one that launched a kernel count, too: the codec's is one of Triton's.
     """
@@ -106,7 +110,10 @@ def kernel_ms(events: Iterable[Any], cuda: bool) -> dict[str, float]:
             around.append(outer.name)
             outer = outer.cpu_parent
         for name, us in took:
-            found[kernel_class(name, *around)] += us / 1e3
+            kind = kernel_class(name, *around)
+            found[kind] += us / 1e3
+            if launched is not None:
+                launched[kind] = launched.get(kind, 0) + 1
     if cuda and (left := everything / 1e3 - sum(found.values())) > 0:
         found["of no operation"] = left
     return dict(found)

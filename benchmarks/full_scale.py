@@ -122,6 +122,7 @@ def plan(job: str, depth: int, arm: str, machine: str) -> Figures:
         "reserved_aside": planned["reserved_aside"],
         "kernels": planned["time"]["kernels"],
         "step_ms": planned["time"]["step_ms"],
+        "launched": planned["time"]["launched"],
     }
 
 
@@ -224,12 +225,12 @@ def measure(job: str, depth: int, arm: str) -> Figures:
         segments = torch.cuda.memory_snapshot() if cuda else []
         timed = []
         for _ in range(_TIMED):
-            begin = time.perf_counter()
+            begin, thread = time.perf_counter(), time.thread_time()
             step()
-            host = time.perf_counter() - begin
+            host, busy_s = time.perf_counter() - begin, time.thread_time() - thread
             device.synchronize()
-            timed.append((host, time.perf_counter() - begin))
-        host, whole = map(statistics.median, zip(*timed, strict=True))
+            timed.append((host, time.perf_counter() - begin, busy_s))
+        host, whole, thread = map(statistics.median, zip(*timed, strict=True))
         events = events_of(step, cuda)
         busy = busy_in(events, cuda)
         trainer.close()
@@ -240,10 +241,12 @@ def measure(job: str, depth: int, arm: str) -> Figures:
         "allocated": stats.get("allocated_bytes.all.peak", stats["active_bytes.all.peak"]),
         "reserved": stats["reserved_bytes.all.peak"],
         "reserved_aside": sum(s["total_size"] for s in segments if s["stream"]),
-        "kernels": kernel_ms(events, cuda),
+        "kernels": kernel_ms(events, cuda, launched := {}),
         "step_ms": 1e3 * whole,
         "host_ms": 1e3 * host,
-        "launched": sum(not b.is_copy for b in busy),
+        "thread_ms": 1e3 * thread,
+        "launched_by_kind": launched,
+        "launched": sum(n for kind, n in launched.items() if kind not in _WIRE),
         "idle": idle_share(busy),
         "host_calls": _host_calls(events),
     }
@@ -309,6 +312,7 @@ def lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         for key, words in (
             ("step_ms", "ms a step on this card"),
             ("host_ms", "host ms a step"),
+            ("thread_ms", "ms of the host's thread a step"),
             ("launched", "kernels a step"),
             ("idle", "idle share of the device"),
             ("wire_ms", "ms of exchanges on a wire"),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.plan.memory import BANDS, JobClass
-from titan_ext.plan.time import COMPILED_KERNELS, KERNELS, SPREAD, WAITS
+from titan_ext.plan.time import SPREAD, WAITS
 from titan_ext.toml.files import to_toml
 
 _GIB = 2**30
@@ -289,27 +289,27 @@ def fit(
     rows: Mapping[str, Mapping[str, Any]],
     plans: Mapping[str, Mapping[str, Any]],
 ) -> dict[bool, float]:
-    """How many times the ideal kernels took, eager (False) and compiled: geometric means."""
+    """How many times the expected kernels took, eager (False) and compiled: geometric means."""
     found: dict[bool, list[float]] = {}
     for name in names:
         time = plans[name]["time"]
-        took_ms = time["step_ms"] * time["tokens_per_second"] / rows[name]["tokens"]
+        took_ms = time["expected_ms"] * time["expected_tokens_per_second"] / rows[name]["tokens"]
         waits = _waits(time)
         found.setdefault(is_compiled(rows[name]), []).append(
-            (took_ms - waits) / (time["step_ms"] - waits)
+            (took_ms - waits) / (time["expected_ms"] - waits)
         )
     return {compiled: statistics.geometric_mean(some) for compiled, some in found.items()}
 
 
 def _waits(time: Mapping[str, Any]) -> float:
-    return sum(time["ms"].get(part.name.lower(), 0.0) for part in WAITS)
+    return sum(time["expected"].get(part.name.lower(), 0.0) for part in WAITS)
 
 
 def _expected(plan: Mapping[str, Any], factor: float) -> float:
     time = plan["time"]
     waits = _waits(time)
-    step = waits + factor * (time["step_ms"] - waits)
-    return time["tokens_per_second"] * time["step_ms"] / step
+    step = waits + factor * (time["expected_ms"] - waits)
+    return time["expected_tokens_per_second"] * time["expected_ms"] / step
 
 
 def figures(
@@ -318,7 +318,7 @@ def figures(
     """GiB reserved and tokens/s expected by the plans of rows whose published figure is known."""
     found = {name: plan["reserved"] / _GIB for name, plan in plans.items()}
     speeds = {
-        name: _expected(plan, COMPILED_KERNELS if is_compiled(rows[name]) else KERNELS)
+        name: plan["time"]["expected_tokens_per_second"]
         for name, plan in plans.items()
         if "tokens" in rows[name]
     }

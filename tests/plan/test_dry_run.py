@@ -293,10 +293,7 @@ def test_selective_checkpointing_keeps_q_and_k_of_an_eager_flex_attention():
 
 def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):
     """On a CPU they are off before anyone asks; a dry run is of a GPU."""
-    (folder / "run.toml").write_text(
-        DEBUG
-        + "[training]\ndisable_cuda_graphs = false\n[parallelism]\nexpert_parallel_degree = 2\n"
-    )
+    (folder / "run.toml").write_text(DEBUG + "[parallelism]\nexpert_parallel_degree = 2\n")
     # Context parallelism needs FlexAttention under spmd_types, with its masks.
     flags = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "512")
     done = _dry_run(folder, "run.toml", "--ranks", "8", "--verbose", *flags)
@@ -304,6 +301,26 @@ def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):
     assert "disable_cuda_graphs is true: CUDA graphs support only expert parallel" in done.out
     assert "rank 0 of 8: FSDP 4, CP 2, EP 2 (spmd_types)" in done.out
     assert "optimizer, on fake tensors" in done.out
+
+
+@pytest.mark.parametrize(
+    ("backend", "buffers"), [("minimal_async_ep", "; 0.12 buffers of symmetric"), ("hybridep", "")]
+)
+def test_a_dispatcher_with_a_buffer_is_planned_by_it(backend: str, buffers: str, folder: Path):
+    """Titan's own operations have room for the worst routing; nobody waits for counts, and a graph
+    holds the step."""
+    name = f"deepseek_v3.deepseek_v3_debugmodel_{backend}"
+    degrees = "data_parallel_shard_degree = -1, expert_parallel_degree = 4"
+    policy = "activation_checkpoint.policy = 'full'"
+    (folder / "run.toml").write_text(f"extends = '{name}'\nparallelism = {{{degrees}}}\n{policy}\n")
+    done = _dry_run(folder, "run.toml", *("--ranks", "4", "--memory", "8GiB", "--machine", "h100"))
+    assert (done.code, done.error) == (0, "")
+    assert done.out.startswith("memory      fits in 8.00 GiB")
+    # Two of 16,384 tokens x 4 ranks x 2 experts of a token there at most x 256 x 2 bytes.
+    assert f"for each of 1 communicators{buffers}" in done.out
+    assert "waits for exchanges of tokens" in done.out
+    assert "waits for the host" not in done.out
+    assert "as an all-to-all" not in done.out
 
 
 def test_a_plan_says_which_nodes_it_assumes(folder: Path):
@@ -361,7 +378,7 @@ def test_every_shipped_file_at_its_size(
     options = ("--ranks", str(ranks), "--memory", "141GiB", "--machine", "h100")
     done = _dry_run(folder, f"{name}.toml", *options, *flags)
     if (said := re.search(expected_in_header, shipped_configs()[name].read_text())) and ranks < 600:
-        (expected,) = re.findall(r"expect ([\d,]+) tokens/s a GPU \(\+-32%\)", done.out)
+        (expected,) = re.findall(r"expect ([\d,]+) tokens/s a GPU \(\+-26%\)", done.out)
         figures = (int(text.replace(",", "")) for text in (expected, said[1]))
         assert next(figures) == pytest.approx(next(figures), rel=0.01)
     assert (done.code, done.error) == (0, "")

@@ -65,7 +65,7 @@ def test_a_plan_as_json_has_every_figure():
 
 def test_a_timed_plan_has_its_milliseconds():
     ms = {Category.FORWARD: 10.0, Category.GATHERS: 2.5}
-    time = StepTime("h100", ms, tokens=25, flops_per_token=None)
+    time = StepTime("h100", ms, tokens=25, flops_per_token=None, expected=ms)
     assert _plan(memory=55)["time"] is None
     found = _plan(memory=55, time=time)["time"]
     assert found["ms"] == {"forward": 10.0, "gathers": 2.5}

@@ -18,6 +18,7 @@ import pytest
 from tests.helpers.cluster import run_command, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base import no_accelerator
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.config_registry.tune import Tune
 from titan_ext.plan import tuned
@@ -50,7 +51,7 @@ from titan_ext.plan.search import (
 )
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
 from titan_ext.plan.stand_ins import as_rank
-from titan_ext.plan.time import KERNELS, Category, StepTime
+from titan_ext.plan.time import Category, StepTime
 from titan_ext.toml.convert import dump, identity
 from titan_ext.toml.files import to_toml
 
@@ -350,7 +351,7 @@ def _price(values: Mapping[str, Any], keys: Mapping[str, Any], solved: Any = _SO
     held = solved.nbytes * now[LOCAL] // 4
     kinds = {MemoryKind.EXACT: held, MemoryKind.PARAMETERS: int(base * GIB)}
     peak = Peak(sum(kinds.values()), "loss", kinds)
-    time = StepTime("h100", ms, now[GLOBAL] // 64 * 4096, None)
+    time = StepTime("h100", ms, now[GLOBAL] // 64 * 4096, None, expected=ms)
     return Plan(MemoryPlan(60 * GIB + CONTEXT, peak, [peak], 0, frozenset()), time)
 
 
@@ -440,17 +441,20 @@ def test_nothing_of_a_grid_is_better(start: dict[str, Any]):
 
 
 def test_the_expected_figure_decides_and_is_printed_first():
-    """Kernels are further from ideal than waits: less recompute may be worth a longer wait."""
-    time = StepTime("h100", {Category.FORWARD: 60.0, Category.RECOMPUTE: 30.0}, 1000, None)
+    """An ideal host takes no time, and ideal kernels less: a late host may decide otherwise."""
+    ideal = {Category.FORWARD: 60.0, Category.RECOMPUTE: 30.0}
+    late = {Category.FORWARD: 60.0, Category.RECOMPUTE: 30.0, Category.HOST: 30.0}
+    time = StepTime("h100", ideal, 1000, None, expected=late)
     memory = _search().own.planned.memory
-    waits = replace(time, ms={Category.FORWARD: 60.0, Category.EXCHANGES: 40.0})
+    ms = {Category.FORWARD: 60.0, Category.EXCHANGES: 40.0}
+    waits = replace(time, ms=ms, expected=ms)
     fewer, more = Plan(memory, waits), Plan(memory, time)
     assert waits.step_ms > time.step_ms
     assert fewer.order < more.order
     search = _search()
     _, first, *_ = tuned.report(search)
     both = [one.planned.time.expected_tokens_per_second for one in (search.own, search.best)]
-    assert first.startswith("expect tokens/s a GPU (+-32%) ")
+    assert first.startswith("expect tokens/s a GPU (+-26%) ")
     assert first.split()[-2:] == [f"{speed:,.0f}" for speed in both]
 
 
@@ -513,16 +517,20 @@ def test_what_cannot_win_is_planned_no_further(
         ms = {Category.FORWARD: forward, Category.RECOMPUTE: recompute}
         peak = Peak(0, "loss", {})
         memory = MemoryPlan(CONTEXT + spare, peak, [peak], 0, frozenset())
-        return memory, StepTime("h100", ms, 1000, None)
+        return memory, StepTime("h100", ms, 1000, None, expected=ms)
 
     object.__setattr__(job, "step", step)
-    best = Sketch(us=120.0 * KERNELS, recompute_us=20.0 * KERNELS, spare=5)
+    best = Sketch(us=120.0, recompute_us=20.0, spare=5)
     found = job.plan({}, None, best=best)
     assert isinstance(found, str) == is_lost
     assert planned == ([3] if is_lost else [3, 5])
     planned.clear()
     assert isinstance(job.plan({}, None), Plan), "a plan that is needed for its figure"
     assert planned == [3, 5]
+    compiled = {"compile.enable": True, "compile.components": ["model"]}
+    own = job.plan(compiled, GIB)
+    assert isinstance(own, Plan), "no table is solved, for which there would have to be a config"
+    assert own.checkpointing is None
 
 
 def test_what_was_lost_is_planned_where_its_figure_is_asked_for():
@@ -576,7 +584,7 @@ def _planned(room: int, at_most: float = float("inf"), spare: int = 20 * GIB) ->
         device = round((1 + BANDS[JobClass.EAGER]) * spare) + CONTEXT
         memory = MemoryPlan(device, peak, [peak], 0, frozenset())
         ms = {Category.FORWARD: 100.0, Category.RECOMPUTE: solved.ms}
-        return Plan(memory, StepTime("h100", ms, 1000, None), solved)
+        return Plan(memory, StepTime("h100", ms, 1000, None, expected=ms), solved)
 
     found = with_best_checkpointing(room, solve, step, at_most)
     assert found.checkpointing is not None
@@ -590,8 +598,8 @@ def test_the_largest_budget_that_fits_is_taken():
     assert _planned(40 * GIB) == [40, 20, 20]
     assert _planned(10 * GIB, spare=GIB // 2) == [10, 1], "the least, which does not fit"
     # 10 GiB ideally take 140 us a token, and 20 GiB would take 120.
-    assert _planned(10 * GIB, at_most=119.0 * KERNELS) == [10, 10]
-    assert _planned(10 * GIB, at_most=121.0 * KERNELS) == [10, 20, 20]
+    assert _planned(10 * GIB, at_most=119.0) == [10, 10]
+    assert _planned(10 * GIB, at_most=121.0) == [10, 20, 20]
 
 
 def test_exact_changes_no_result():
@@ -662,6 +670,11 @@ def test_every_change_is_a_file_that_loads(config: Loader, folder: Path):
         keys = {**(solved.keys(values, with_budget=True) if checkpointed else {}), **change}
         lines = [f"{key} = {to_toml(value)}" for key, value in keys.items()]
         (folder / "changed.toml").write_text("\n".join(['extends = "config.toml"', *lines]))
+        if "training.disable_cuda_graphs" in change:  # the checks of a config refuse them
+            refused = pytest.raises(ValueError, match="expert_parallel_degree is 2")
+            with no_accelerator.as_with_an_accelerator(), refused:
+                resolve("changed.toml")
+            continue
         values_now = resolve("changed.toml").values
         assert {key: values_now[key] for key in change} == change
 

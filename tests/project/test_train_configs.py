@@ -30,7 +30,7 @@ NAMES = [
 ]
 
 
-expected_in_header = r"Expect ([\d,]+) tokens/s a GPU \(\+-32%\) on H100s"
+expected_in_header = r"Expect ([\d,]+) tokens/s a GPU \(\+-26%\) on H100s"
 
 
 def world_size(path: Path) -> int:

@@ -50,6 +50,8 @@ class Machine:
         launch: Of the shortest kernel, seconds.
         collective: Of the shortest collective, seconds.
         host: Of its link to pinned memory of the host, bytes/s each way.
+        enqueue: Of its host, to give out an eager operation of a block, with its views, its nodes
+            of autograd and its Python, seconds. All that the host does is counted by it.
         ranks_per_node: GPUs of a node; of the smallest, if they differ.
         nvlink_domain: Neighbouring GPUs that NVLink joins. A file that says only how many a node
             has means those.
@@ -76,6 +78,7 @@ class Machine:
     launch: float = 3e-6
     collective: float = 15e-6
     host: float = 50e9
+    enqueue: float = 80e-6  # fitted: 75 to 95 on the host of one H100 (benchmarks/gpu_receipts.md)
     ranks_per_node: int = RANKS_PER_NODE
     nvlink_domain: int = RANKS_PER_NODE
     slower: Mapping[str, float] = field(default_factory=dict)

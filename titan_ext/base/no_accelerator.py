@@ -193,6 +193,11 @@ def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> It
             setattr(module, name, its_own)
 
 
+def adapts() -> bool:
+    """True if ``adapt_config`` changes what a CPU cannot do."""
+    return needed() and _adapts.get()
+
+
 def adapt_config(config: Trainer.Config) -> None:
     """Replace, in place, what a CPU cannot do in a config, and log each change once.
 
@@ -201,7 +206,7 @@ def adapt_config(config: Trainer.Config) -> None:
     documents. CUDA graphs are switched off, and asynchronous saves do not pin memory. Nothing
     changes where an accelerator exists, and nothing the second time.
     """
-    if not needed() or not _adapts.get():
+    if not adapts():
         return
     if not config.training.disable_cuda_graphs:
         config.training.disable_cuda_graphs = True
@@ -218,7 +223,7 @@ def adapt_config(config: Trainer.Config) -> None:
 
 def adapt_spec(spec: ModelSpec) -> None:
     """The model's part of ``adapt_config``: attention that a CPU can train."""
-    if not needed() or not _adapts.get():
+    if not adapts():
         return
     for kind in (FlexAttention, VarlenAttention):
         found = _of_titan(spec, kind)
@@ -248,7 +253,7 @@ def keep_masks(spec: ModelSpec) -> None:
     ``adapt_spec`` then leaves it, so that documents and context parallelism stay. Its masks are
     made by compiled functions of torch and Titan: ``torch.compiler.set_stance`` makes them eager.
     """
-    if not needed() or not _adapts.get():
+    if not adapts():
         return
     for _, flex, parent, key in _of_titan(spec, FlexAttention):
         setattr(parent, key, derive(flex, PlainFlexAttention.Config))

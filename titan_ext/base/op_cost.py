@@ -30,7 +30,6 @@ NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
 # benchmarks/gpu_receipts.md was one, and benchmarks/cpu.toml is fitted to gloo.
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
 _TREE_STEP_MS = 0.010  # of a step of NCCL's logarithmic algorithm, for one rank a node
-SYNC_MS = 0.05  # the host reads how many tokens each expert gets
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
 _KERNELS = {
     # The first kind that matches counts: a copy inside of the codec is the codec's.
     "codec": r"titan_ext::float8_",
+    "exchanges": r"minimal_async_ep::|hybridep::",
     "collectives": r"c10d",  # of a fake process group: copies in place of messages
     "grouped GEMM": r"_grouped_mm",
     "attention": r"scaled_dot_product|flash_attn|flex_attention",
@@ -186,6 +186,33 @@ def _nbytes(tree: Any) -> int:
         * math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
         for x in parts_in(tree)
     )
+
+
+_SORT = 12  # of 64-bit keys: a histogram, a scan, a pass for each of 8 digits, and two copies
+_KERNELS_OF = {
+    _ops.sort: _SORT,
+    _ops.argsort: _SORT,
+    _ops.topk: 3,
+    _ops.histc: 2,
+    _ops.cumsum: 2,
+    _ops._grouped_mm: 2,
+    _ops.embedding_dense_backward: _SORT + 4,
+    _ops._scaled_dot_product_fused_attention_overrideable_backward: 3,
+}
+"""Operations of several kernels on an H100, by torch's sources; not counted on one."""
+_FOREACH = "aten::_foreach", "aten::_fused"
+_A_LAUNCH = 320 * 65536  # elements of a foreach kernel's blocks (torch's MultiTensorApply.cuh)
+
+
+def kernels_of(func: Any, args: Sequence[Any]) -> int:
+    """Kernels that an eager operation launches on a GPU."""
+    packet = func.overloadpacket
+    if packet is _ops.index_put_ or packet is _ops.index_put:
+        accumulates = len(args) > 3 and args[3]  # by sorting the indices
+        return _SORT + 3 if accumulates else 1
+    if args and isinstance(args[0], list | tuple) and func._schema.name.startswith(_FOREACH):
+        return max(-(-sum(x.numel() for x in parts_in(args[0])) // _A_LAUNCH), 1)
+    return _KERNELS_OF.get(packet, 1)
 
 
 COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")

@@ -145,7 +145,8 @@ def wrong_dispatchers(model: Module.Config, changed: Mapping[str, str]) -> Itera
             if not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):
                 yield (
                     f"parallelism.{key} = {value!r} needs TorchTitan's all-to-all dispatcher; this "
-                    f"model has {type(config).__qualname__.removesuffix('.Config')}."
+                    f"model has {type(config).__qualname__.removesuffix('.Config')}, whose kernels "
+                    "send tokens as they are."
                 )
 
 

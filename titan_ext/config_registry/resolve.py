@@ -13,6 +13,7 @@ from typing import Any
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
+from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
@@ -21,6 +22,7 @@ from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed, leaves, lines_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, read_chain, to_toml
 
+_GRAPHS = "training.disable_cuda_graphs"
 _COMMAND_LINE = "command line"
 """The origin of what a flag sets, in place of a file."""
 
@@ -108,6 +110,10 @@ def resolve(name: str | Path, flags: Sequence[str] = ()) -> Resolved:
             )
     before, flagged = leaves(unflagged, model), leaves(config, model)
     try:
+        # They are on by default: only who asks for them is refused, others are told.
+        asked = before[_GRAPHS] or KeyLocation("", _GRAPHS, at.origins).origin()
+        if asked and not no_accelerator.adapts():
+            config.check_layout_of_graphs()
         config = replace(config)
     except ValueError as error:
         where = f"{at.file} with flags" if flags else at.file

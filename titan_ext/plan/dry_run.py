@@ -42,9 +42,10 @@ from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
 from titan_ext.plan.live import LASTING, LiveBytes
 from titan_ext.plan.memory import JobClass, MemoryPlan
+from titan_ext.plan.pools import COMPONENTS
 from titan_ext.plan.schedules import actions_of, idle_share
-from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.plan.time import Category, StepClock, StepTime
+from titan_ext.plan.stand_ins import Buffer, NoDataLoader, NoTokenizer, use_stand_ins
+from titan_ext.plan.time import EAGER, Category, How, StepClock, StepTime
 from titan_ext.run.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
@@ -78,6 +79,7 @@ class DryRun(Trainer):
         self.imbalance = 1.0
         self.dispatchers: Sequence[str] = ()
         """Names of the dispatchers that are planned as Titan's all-to-all."""
+        self.how, self.remedies = EAGER, tuple[How, ...]()
         self.weights = ""
         with contextlib.ExitStack() as self._building:
             super().__init__(self._without_side_effects(config))
@@ -216,14 +218,22 @@ class DryRun(Trainer):
         live = LiveBytes(
             self.model_parts, self.optimizers, on_host=on_host, compiled=self._compiled
         )
-        clock = None
+        clock, buffer = None, Buffer.of(self.model_parts)
         if machine:
-            self.clock = clock = StepClock(self.model_parts, live, machine_of(machine))
+            rates = machine_of(machine)
+            self.clock = clock = StepClock(
+                self.model_parts, live, rates, self.how, self.remedies, buffer
+            )
         with live, clock or contextlib.nullcontext():
             self.run_step(live.begin)
         if memory is not None:
             self.memory = MemoryPlan.of(
-                live, memory, ranks_per_node(), job=self._class, unplanned=self.dispatchers
+                live,
+                memory,
+                ranks_per_node(),
+                job=self._class,
+                unplanned=self.dispatchers,
+                symmetric=buffer.symmetric,
             )
         if clock is not None:
             self.time = self._step_time(clock, machine)
@@ -255,7 +265,7 @@ class DryRun(Trainer):
         spec = self.config.model_spec
         assert spec is not None
         flops = self.metrics_processor.num_flops_per_token
-        one = clock.passes[0].ms
+        one = clock.passes[0].ms[self.how]
         forward = one[Category.FORWARD] / sum(
             one[category]
             for category in (Category.FORWARD, Category.LOSS, Category.RECOMPUTE, Category.BACKWARD)
@@ -266,13 +276,14 @@ class DryRun(Trainer):
         tokens = self._microbatch[0] * self._microbatches * steps
         return StepTime.of(
             clock.passes,
+            self.how,
             accumulation=steps,
             idle=idle,
             machine=machine,
             tokens=tokens / dims.non_data_parallel_size,
             flops_per_token=flops if rates.name and not has_quantization(spec.model) else None,
             is_measured=bool(rates.slower) or not rates.name,
-            is_compiled=self._class is JobClass.BLOCKS,
+            host_is_ahead_ms=clock.host_is_ahead_ms,
         )
 
     def forward_backward(self) -> None:
@@ -337,6 +348,7 @@ class DryRun(Trainer):
             yield from (("", line) for line in self.memory.table())
         if self.time is not None:
             yield "time", self.time.verdict()
+            yield "host", self.time.host
             yield from (("", line) for line in self.time.table())
         yield (
             "model",
@@ -426,11 +438,14 @@ def dry_run(
     weights = check_weights(config, may_be_elsewhere=True)
     config = with_early_scores(config)  # the trainer's part, of experts that have no stand-ins yet
     dispatchers = use_stand_ins(config, as_on_a_gpu=as_on_a_gpu, imbalance=imbalance)
+    how = _how(config)
+    others = tuple(dict.fromkeys(_others(config))) if machine else ()
     no_accelerator.adapt_config(config)
     # What a compiler would fuse is taken out by rule (plan.pools).
     torch.compiler.set_stance("force_eager")
     say("building the model and its parallelism")
     run = DryRun(config, ranks, rank)
+    run.how, run.remedies = how, tuple(other for other in others if other != how)
     run.imbalance, run.dispatchers, run.weights = imbalance, dispatchers, weights
     say("running a step on tensors without data")
     if memory is not None or machine:
@@ -438,6 +453,26 @@ def dry_run(
     elif step:
         run.run_step()
     return run
+
+
+def _how(config: Trainer.Config) -> How:
+    compiler = config.compile
+    compiled = tuple(x for x in COMPONENTS if compiler.enable and x in compiler.components)
+    return How(compiled, not config.training.disable_cuda_graphs)
+
+
+def _others(config: Trainer.Config) -> Iterator[How]:
+    """Other ways to run a job that it may have, by the checks of its config."""
+    sections: dict[str, Any] = {
+        "compile": dataclasses.replace(config.compile, enable=True, components=[*COMPONENTS]),
+        "training": dataclasses.replace(config.training, disable_cuda_graphs=False),
+    }
+    for names in (("compile",), ("training",), ("compile", "training")):
+        with (
+            contextlib.suppress(ValueError),
+            no_accelerator.as_with_an_accelerator(),
+        ):
+            yield _how(dataclasses.replace(config, **{name: sections[name] for name in names}))
 
 
 def plan_activations(

@@ -29,7 +29,7 @@ from titan_ext.activation_checkpoint.compile import pieces_in
 from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import in_backward, optimizer_states, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
-from titan_ext.plan.pools import Event, Fusion, Pools, is_fusible
+from titan_ext.plan.pools import COMPONENTS, Event, Fusion, Pools, component_of, is_fusible
 
 
 class MemoryKind(StrEnum):
@@ -199,7 +199,7 @@ class LiveBytes(TorchDispatchMode):
         """
         pools, at = Pools(), self.step_at
         parameters, states = self.events[: self.states_at], self.events[self.states_at : at]
-        step = self._fusion.apply(self.events)[at:] if self.compiled else self.events[at:]
+        step = self._fusion.apply(self.events, self.compiled)[at:]
         # What a step leaves is freed before the next: both have the same numbers for storages.
         left = {event.storage: event._replace(nbytes=0) for event in step}
         for events in (parameters, step, states, left.values(), step, left.values(), step):
@@ -207,16 +207,19 @@ class LiveBytes(TorchDispatchMode):
         return pools.reserved
 
     def fused(self, func: Any, tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]] | None:
-        """Events and bytes of an operation's storages; None where no compiler would fuse it."""
-        if not (self.compiled and self._region() and is_fusible(func)):
+        """Events and bytes of an operation's storages; None where no compiler would fuse it.
+
+        Of an eager job, too: a plan says what a compiler would save.
+        """
+        if not (self.region() and is_fusible(func)):
             return None
         found = {x.untyped_storage()._cdata: x.nbytes for x in tensors}
         at = ((self._live.get(key), nbytes) for key, nbytes in found.items())
         return [(storage.serial, nbytes) for storage, nbytes in at if storage is not None]
 
     def never_made(self) -> set[int]:
-        """Events of the storages that fusing leaves out."""
-        left = {event.storage for event in self._fusion.apply(self.events)}
+        """Events of the storages that fusing leaves out, if all is compiled that can be."""
+        left = {event.storage for event in self._fusion.apply(self.events, COMPONENTS)}
         return {event.storage for event in self.events} - left
 
     def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
@@ -269,19 +272,18 @@ class LiveBytes(TorchDispatchMode):
             if tensor.untyped_storage()._cdata not in self._live:
                 kind = kind or self._kind_by_maker()
             self._see(tensor, kind or MemoryKind.TEMPORARY)
-        if self.compiled and not moves_nothing(func):
+        if not moves_nothing(func):
             made = range(at, len(self.events))
-            region, backward = self._region(), in_backward()
+            region, backward = self.region(), in_backward()
             self._fusion.see(func, region, at, in_backward=backward, read=read, made=made)
         if "c10d" in name:
             self.groups.update(group.group_name for group in groups_of(args))
         self._see_peak()
 
-    def _region(self) -> str:
-        """The compiled module whose operations run; "" if they are not compiled."""
+    def region(self) -> str:
+        """The module whose operations run, if it is one that a job can compile."""
         *_, name = self.phases[-1].phase.split(" of ")
-        component = "loss" if name == "loss" else "model" if name.startswith("layers.") else ""
-        if component not in self.compiled or (name in self._split and not self._piece):
+        if not component_of(name) or (name in self._split and not self._piece):
             return ""
         return name + self._piece
 

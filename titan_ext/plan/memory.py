@@ -67,6 +67,8 @@ class MemoryPlan:
     job: JobClass = JobClass.EAGER
     unplanned: Sequence[str] = ()
     """Dispatchers that are planned as Titan's all-to-all, which keeps other tensors."""
+    symmetric: int = 0
+    """Bytes of symmetric memory, which is not the allocator's."""
 
     @classmethod
     def of(
@@ -96,7 +98,7 @@ class MemoryPlan:
 
     @property
     def _fixed(self) -> int:
-        return CONTEXT + COMMUNICATOR * self.communicators
+        return CONTEXT + COMMUNICATOR * self.communicators + self.symmetric
 
     @property
     def _unused(self) -> float:
@@ -206,6 +208,7 @@ class MemoryPlan:
         yield (
             f"{_gib(self._fixed):>8}  assumed: {_gib(CONTEXT)} context and cuBLAS, "
             f"{_gib(COMMUNICATOR)} for each of {self.communicators} communicators"
+            + (f"; {_gib(self.symmetric)} buffers of symmetric memory" if self.symmetric else "")
         )
 
 

@@ -23,6 +23,7 @@ Keys = Mapping[str, Any]
 EP = "parallelism.expert_parallel_degree"
 REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
+COMPILE = "compile.enable"
 SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
@@ -188,7 +189,26 @@ _FSDP_KEY = "parallelism.fsdp_"
 _UNSHARDED = (MemoryKind.UNSHARDED, MemoryKind.REDUCE)
 _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL, MemoryKind.TEMPORARY)
 
+
+def _compiled(now: Keys, _: Facts) -> Iterator[Keys]:
+    """On and off; whether other keys allow it, the checks of a config say (parallelize.limits)."""
+    if COMPILE in now:
+        both = {"compile.components": ["model", "loss"]} if not now[COMPILE] else {}
+        yield {COMPILE: not now[COMPILE], **both}
+
+
 MOVES = (
+    Move(
+        "blocks and the loss are compiled: fewer kernels, and fewer calls of the host",
+        _compiled,
+        (Category.HOST, *_KERNELS, Category.RECOMPUTE),
+        effect=Effect.ROUNDING,
+    ),
+    Move(
+        "one CUDA graph has forward and backward: the host gives out one",
+        _values("training.disable_cuda_graphs", False, True),
+        (Category.HOST,),
+    ),
     Move(
         "half of a batch computes while tokens of the other travel",
         _if_experts(_halves),

@@ -20,7 +20,7 @@ Inductor does not fuse, though it could, are not known here.
 
 import functools
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -141,6 +141,15 @@ def is_fusible(func: Any) -> bool:
     return is_listed or torch.Tag.pointwise in func.tags
 
 
+COMPONENTS = "model", "loss"
+"""What Titan compiles, if asked to: each block, and the loss."""
+
+
+def component_of(region: str) -> str:
+    """The one of ``COMPONENTS`` that a module belongs to; "" for what is never compiled."""
+    return "loss" if region == "loss" else "model" if region.startswith("layers.") else ""
+
+
 class _Use(NamedTuple):
     at: int
     """Count of the events before it."""
@@ -186,11 +195,18 @@ class Fusion:
             for storage in made:
                 self._made[storage] = _Made(region, in_backward, tuple(read))
 
-    def apply(self, events: Sequence[Event]) -> list[Event]:
-        """``events`` without what is fused away, and with what is not kept freed early."""
+    def apply(self, events: Sequence[Event], compiled: Collection[str]) -> list[Event]:
+        """``events`` without what is fused away, and with what is not kept freed early.
+
+        ``compiled`` are some of ``COMPONENTS``.
+        """
+        if not compiled:
+            return list(events)
         end = {event.storage: at for at, event in enumerate(events) if not event.nbytes}
         gone, early = set(), {}
         for storage, made in self._made.items():
+            if component_of(made.region) not in compiled:
+                continue
             if (last := self._last_use(storage, made, end)) is None:
                 continue
             if last < 0:

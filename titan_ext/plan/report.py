@@ -79,7 +79,7 @@ def _phase(peak: Peak) -> dict[str, Any]:
 
 def _time(time: StepTime) -> dict[str, Any]:
     keys = ("machine", "expected_tokens_per_second", "expected_ms")
-    keys += ("tokens_per_second", "step_ms", "mfu")
+    keys += ("tokens_per_second", "step_ms", "mfu", "launched", "host_is_ahead_ms")
     parts = {
         name: {category.name.lower(): ms for category, ms in found.items()}
         for name, found in {"expected": time.expected, "ms": time.ms}.items()

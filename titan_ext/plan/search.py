@@ -36,6 +36,7 @@ from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import Forks
 from titan_ext.plan.memory import MemoryKind, MemoryPlan
 from titan_ext.plan.moves import (
+    COMPILE,
     GLOBAL,
     MOVES,
     OFFLOAD_LIMIT,
@@ -272,7 +273,9 @@ class Job:
 
         of_step = shortened if depths is not None and not is_whole else plan
         try:
-            if room is None:
+            now = {**self.values, **keys}
+            # A plan of compiled blocks does not see what a solved table keeps.
+            if room is None or (now.get(COMPILE) and "model" in now["compile.components"]):
                 return of_step(None)
             solve = self.solver(keys)
             if is_whole and depths is not None:  # most of the way, at less cost

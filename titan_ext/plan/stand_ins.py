@@ -14,7 +14,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -40,6 +40,8 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
+    HybridEPTokenDispatcher,
+    MinimalAsyncEPTokenDispatcher,
     TorchAOTokenDispatcher,
 )
 
@@ -64,7 +66,8 @@ def use_stand_ins(
     """
     spec, parallelism = config.model_spec, config.parallelism
     context_parallel = parallelism.context_parallel_degree > 1
-    names = {type(at[1]).__qualname__: None for at in spec.traverse(BaseEPTokenDispatcher.Config)}
+    found = [at[1] for at in spec.traverse(BaseEPTokenDispatcher.Config)]
+    names = {type(one).__qualname__: None for one in found if _kind(one) is None}
     planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
     replace_configs(spec, BaseEPTokenDispatcher.Config, planned)
     for _, moe, _, _ in spec.traverse(MoE.Config):
@@ -85,8 +88,7 @@ def use_stand_ins(
         # With its masks, which are split too.
         flex = functools.partial(derive, target_cls=FlexAttentionShapes.Config)
         replace_configs(spec, FlexAttention.Config, flex)
-    known = {kind.__qualname__ for kind in _PLANNED}
-    return [name.removesuffix(".Config") for name in names if name not in known]
+    return [name.removesuffix(".Config") for name in names]
 
 
 @contextlib.contextmanager
@@ -161,9 +163,17 @@ def _titans(config: Any, kind: type) -> Any:
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
-    if type(config) not in _PLANNED:
+    if (kind := _kind(config)) is None:
         config = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
-    return derive(config, _PLANNED[type(config)], imbalance=imbalance)
+        kind = PlannedStockTokenDispatcher.Config
+    device = {"device": torch.device("cpu")} if hasattr(config, "device") else {}
+    return derive(config, kind, imbalance=imbalance, **device)
+
+
+def _kind(config: Any) -> Any:
+    """The stand-in of a dispatcher; None for one of which only its own kernels know the shapes."""
+    waits = getattr(config, "non_blocking_capacity_factor", 1.0) is None
+    return None if waits else _PLANNED.get(type(config))
 
 
 def _rms_norm(config: Any) -> Any:
@@ -238,7 +248,71 @@ class PlannedStockTokenDispatcher(_Planned, AllToAllTokenDispatcher):
         router: TokenChoiceTopKRouter.Config | None = None
 
 
-_PLANNED = {
+class Buffered:
+    """Mixin of a dispatcher whose receive buffer has room for the worst routing.
+
+    Its operations have shapes of their own (``register_fake``); only symmetric memory is not made.
+    """
+
+    symmetric = 0
+    """Buffers of ``_capacity`` in symmetric memory, for all layers together."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)  # type: ignore[call-arg]
+        self._imbalance = config.imbalance
+
+    def init_buffer(self) -> None:
+        """Nothing, where there is no such memory."""
+
+    def buffer(self) -> "Buffer":
+        of: Any = self
+        ranks = dist.get_process_group_ranks(of.ep_mesh.get_group())
+        most = min(of.top_k, of.num_experts // len(ranks)) * len(ranks)
+        share = self._imbalance * of.top_k / most
+        share /= getattr(of, "non_blocking_capacity_factor", 1.0)
+        nbytes = self.symmetric * of.num_max_tokens_per_rank * most * of.hidden_dim * 2
+        return Buffer(min(share, 1.0), ranks, nbytes)
+
+
+class Buffer(NamedTuple):
+    """The receive buffer of a ``Buffered`` dispatcher."""
+
+    share: float = 1.0
+    """Of its rows that tokens take."""
+    ranks: Sequence[int] = ()
+    """Those that write into it."""
+    symmetric: int = 0
+    """Bytes in symmetric memory, which torch's allocator does not have."""
+
+    @classmethod
+    def of(cls, parts: Sequence[nn.Module]) -> "Buffer":
+        """Of the first dispatcher that has one: all layers share it."""
+        modules = (module for part in parts for module in part.modules())
+        dispatchers = (getattr(module, "token_dispatcher", None) for module in modules)
+        return next((x.buffer() for x in dispatchers if isinstance(x, Buffered)), cls())
+
+
+class PlannedMinimalAsync(Buffered, MinimalAsyncEPTokenDispatcher):
+    symmetric = 2  # _HIDDEN_RECV_BUFFER_COUNT (torchtitan/distributed/minimal_async_ep/api.py)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MinimalAsyncEPTokenDispatcher.Config):
+        imbalance: float = 1.0
+        router: TokenChoiceTopKRouter.Config | None = None
+
+
+class PlannedHybrid(Buffered, HybridEPTokenDispatcher):
+    """That does not wait; what deep_ep's own buffer takes, only deep_ep knows."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):
+        imbalance: float = 1.0
+        router: TokenChoiceTopKRouter.Config | None = None
+
+
+_PLANNED: dict[type, Any] = {
+    MinimalAsyncEPTokenDispatcher.Config: PlannedMinimalAsync.Config,
+    HybridEPTokenDispatcher.Config: PlannedHybrid.Config,
     FunctionalAllToAllTokenDispatcher.Config: PlannedTokenDispatcher.Config,
     AllToAllTokenDispatcher.Config: PlannedStockTokenDispatcher.Config,
 }

@@ -11,6 +11,7 @@ held up by long ones.
 ``Streams`` records the items; ``run`` finds when each began and ended.
 """
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -131,11 +132,13 @@ class Streams:
                 at = end
 
     def run(self) -> None:
-        """Set start and end of all work.
+        """Set start and end of all work, which may have other times than before.
 
         Raises AssertionError if queues wait for each other.
         """
         # How many items of each queue are done, when it is free, and what is on links.
+        for work in itertools.chain(*self.queues.values()):
+            work.end = None  # of a run with other times
         self._done = dict.fromkeys(self.queues, 0)
         self._free = dict.fromkeys(self.queues, 0.0)
         self._links: dict[str, _Link] = {}

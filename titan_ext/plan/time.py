@@ -26,21 +26,24 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.utils import get_peak_flops
 
 from titan_ext.base.machines import Machine, machine_of
 from titan_ext.base.op_cost import (
     COLLECTIVES,
-    SYNC_MS,
     collective_kind,
     group_ms,
     groups_of,
     kernel_class,
+    kernels_of,
     moves_nothing,
     op_cost,
 )
 from titan_ext.base.tensors import has_values, in_backward, tensors_in
 from titan_ext.plan.live import LiveBytes, MemoryKind, fsdp_kind
+from titan_ext.plan.pools import component_of
+from titan_ext.plan.stand_ins import Buffer
 from titan_ext.plan.streams import Item, Streams, Work
 
 
@@ -72,12 +75,42 @@ WAITS = (
     Category.OFFLOAD,
 )
 """Categories in which the compute stream of this rank waits for its links or its host."""
-# An eager step of one H100 took 1.50 times its planned kernels, since its host was late: kernels
-# alone took 1.18 of the plan (benchmarks/gpu_receipts.md and LOG.md).
-KERNELS, COMPILED_KERNELS, SPREAD = 1.62, 1.17, 0.32
-"""Factors by which kernels take longer than the ideal in published runs, eager and compiled, and
-how far nine of ten others are from that: fitted on a random half of the rows of 2026-11-25. With
-those of benchmarks/published.md a half gives 1.62, 1.40 and 0.30."""
+SLOWER = {"GEMM": 1.06, "grouped GEMM": 1.04, "elementwise": 1.4, "copies": 1.43}
+"""How many times longer than the ideal eager kernels of one H100 took, by kind: Qwen3-30B with 48
+layers (benchmarks/gpu_receipts.md). Compiled, all of 16B's were within 7 %."""
+KERNELS, COMPILED_KERNELS = {True: 1.07, False: 1.41}, {True: 1.11, False: 1.30}
+"""Factors by which kernels take longer than that, of jobs with experts and without, eager, and than
+the ideal, compiled: geometric means of published rows (benchmarks/published.md) and of one H100."""
+SPREAD = 0.26
+"""How far nine of ten rows are off that a random half of ten rows did not know."""
+# What the host takes to give things out, in eager operations of a block (``Machine.enqueue``).
+# Published, of hosts with 80 to 95 us an operation: a kernel of Inductor's 7 to 9 us, a call of
+# compiled code 42 to 44 (tritonbench #1017), a CUDA graph 15 and 0.58 a node.
+_LAUNCH, _COMPILED, _CALL, _GRAPH, _NODE = 0.035, 0.1, 0.5, 0.18, 0.007
+# A call of a unit's hook of FSDP2, of which a step with a recompute has six: twice the units took
+# the host of one H100 34 to 36 ms more (benchmarks/gpu_receipts.md).
+_HOOK = 4.0
+
+
+class How(NamedTuple):
+    """How a step runs: its kernels, and what its host gives out."""
+
+    compiled: tuple[str, ...] = ()
+    """Some of ``pools.COMPONENTS``, in this order."""
+    graphs: bool = False
+    ideal: bool = False
+    """Each kernel at the rates of the machine, and a host that takes no time."""
+
+
+EAGER, IDEAL = How(), How(ideal=True)
+_REMEDIES = {
+    "compiled": "compile.enable = true",
+    "graphs": "training.disable_cuda_graphs = false",
+}
+NO_BUFFER = Buffer()
+_HOST = "host"
+_LATE = 0.05
+"""Share of a step for which the card waits for its host before other ways are timed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -96,18 +129,31 @@ class _Buffer:
 class Pass:
     """One forward and backward (all microbatches of a pipeline), or what follows the last one."""
 
-    ms: dict[Category, float] = field(default_factory=lambda: defaultdict(float))
+    ms: dict[How, dict[Category, float]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(float))
+    )
+    """Of the compute stream, by how the step runs and what the stream does."""
     kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Milliseconds of kernels on all streams, and of messages, by ``op_cost.KINDS``."""
+    launched: int = 0
+    """Kernels, without messages."""
 
 
-class _Label(NamedTuple):
-    """What work belongs to; ``phase`` is that of ``LiveBytes``, ``kernel`` one of ``KINDS``."""
+@dataclass(eq=False, slots=True)
+class _Label:
+    """What work belongs to, and its ideal ms, eager and compiled; of the host in operations.
+
+    ``phase`` is that of ``LiveBytes``, ``kernel`` one of ``KINDS``, "" for none.
+    """
 
     now: Pass
     category: Category
     phase: str
     kernel: str
+    eager: float
+    compiled: float
+    component: str = ""
+    """The one of ``pools.COMPONENTS`` that it is of."""
 
 
 class StepClock:
@@ -122,31 +168,48 @@ class StepClock:
         parts: The models of this rank.
         live: Tells of the operations, and at which phase of the step they are.
         machine: Whose rates.
+        how: How the job runs.
+        others: Other ways to run it, which are timed where the host is late.
+        buffer: The one that tokens arrive in, where it is never full.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], live: LiveBytes, machine: Machine) -> None:
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        live: LiveBytes,
+        machine: Machine,
+        how: How = EAGER,
+        others: Iterable[How] = (),
+        buffer: Buffer = NO_BUFFER,
+    ) -> None:
         self.passes: list[Pass] = []
         """Passes, in the order in which they ran."""
         self._parts, self._live, self._machine = parts, live, machine
+        self.how, self.others, self._buffer_of_tokens = how, others, buffer
+        self.host_is_ahead_ms = 0.0
+        """From the end of what the host does to that of the step."""
         # Without an accelerator FSDP2 takes its streams from torch.cpu. They run nothing, and tell
         # which one is current (torch/cpu/__init__.py).
         self.compute = torch.cpu.current_stream()
         self.streams = Streams()
-        self._host: tuple[Item, ...] = ()
-        """Items for which the host has waited last."""
         self._buffers: dict[int, _Buffer] = {}
         self._depth = 0
-        self._phase = ""
+        self._has_experts = False
+        self._is_measured = bool(machine.slower) or not machine.name
+        self._phase, self._called = "", ("", "")
         self._handles: list[Any] = []
-        self._fused: list[tuple[Work, list[tuple[int, int]]]] = []
-        """Work that a compiler fuses, with the bytes of each of its storages."""
+        self._fused: list[tuple[Work, Work, list[tuple[int, int]], list[tuple[int, int]]]] = []
+        """Kernels that a compiler fuses and what gives them out, with the bytes of each storage
+        that they read and that they write."""
 
     def __enter__(self) -> "StepClock":
-        def enter(*_: Any) -> None:
+        def enter(module: nn.Module, *_: Any) -> None:
             self._depth += 1
+            self._hook(isinstance(module, FSDPModule))
 
-        def leave(*_: Any) -> None:
+        def leave(module: nn.Module, *_: Any) -> None:
             self._depth -= 1
+            self._hook(isinstance(module, FSDPModule))
 
         for module in (module for part in self._parts for module in part.modules()):
             self._handles += [
@@ -168,28 +231,57 @@ class StepClock:
             if self.passes:  # the step ends when this is waited for
                 self._add(self.compute, Category.OPTIMIZER, 0.0)
             self._fuse()
-            self.streams.run()
-            self._add_up()
+            for how in (IDEAL, self.how):
+                self._time(how)
+            self.host_is_ahead_ms = self._end(self.compute) - self._end(_HOST)
+            took = [sum(one.ms[self.how].values()) for one in self.passes]
+            late = [one.ms[self.how][Category.HOST] for one in self.passes]
+            for how in self.others if sum(late) > _LATE * sum(took) else ():
+                self._time(how)
+
+    def _end(self, queue: Any) -> float:
+        return self.streams.queues[queue][-1].end or 0.0 if queue in self.streams.queues else 0.0
 
     def _fuse(self) -> None:
         """Fused work reads and writes only what is in memory, and is no kernel of its own."""
-        if not self._fused:
-            return
-        never = self._live.never_made()
-        for work, parts in self._fused:
-            nbytes = sum(n for storage, n in parts if storage not in never)
+        never = self._live.never_made() if self._fused else set()
+        for work, given, read, made in self._fused:
+            there = {storage: n for storage, n in (*read, *made) if storage not in never}
             slower = self._machine.slower.get(work.label.kernel, 1.0)
-            work.ms = min(work.ms, nbytes / self._machine.memory * 1e3 * slower)
+            ms = sum(there.values()) / self._machine.memory * 1e3 * slower
+            work.label.compiled = min(work.label.eager, ms)
+            if all(storage in never for storage, _ in made):
+                given.label.compiled = 0.0
+                work.label.now.launched -= work.label.component in self.how.compiled
 
-    def _add_up(self) -> None:
-        for work in itertools.chain(*self.streams.queues.values()):
-            if work.label.kernel:
-                work.label.now.kernels[work.label.kernel] += work.ms + work.on_link_ms
+    def _time(self, how: How) -> None:
+        """When all work begins and ends if the step runs like this, added up by category."""
+        enqueue_ms = 0.0 if how.ideal else self._machine.enqueue * 1e3
+        components = self.how.compiled if how.ideal else how.compiled
+        is_first = True
+        for queue, items in self.streams.queues.items():
+            for work in items:
+                label = work.label
+                compiled = label.component in components
+                ms = label.compiled if compiled else label.eager
+                if queue == _HOST:
+                    if how.graphs and label.phase not in ("clip", "optimizer"):
+                        ms, is_first = (_GRAPH if is_first else _NODE), False
+                    work.ms = ms * enqueue_ms
+                elif label.kernel and not work.link:
+                    usual = KERNELS[self._has_experts] * SLOWER.get(label.kernel, 1.0)
+                    slower = COMPILED_KERNELS[self._has_experts] if compiled else usual
+                    work.ms = ms if how.ideal or self._is_measured else ms * slower
+        self.streams.run()
         for work in self.streams.queues.get(self.compute, ()):
-            ms = work.label.now.ms
+            ms = work.label.now.ms[how]
             ms[work.label.category] += work.ms
             for why, waited in self.streams.waits(work):
                 ms[why] += waited
+        if how.ideal:
+            for work in itertools.chain(*self.streams.queues.values()):
+                if work.label.kernel:
+                    work.label.now.kernels[work.label.kernel] += work.ms + work.on_link_ms
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         phase = self._live.phases[-1].phase
@@ -197,6 +289,7 @@ class StepClock:
             if phase in ("start", "clip") or not self.passes:
                 self.passes.append(Pass())
             self._phase = phase
+        self._call()
         name, stream = func._schema.name, torch.cpu.current_stream()
         # Asked first, since the name of a wait has c10d in it, too.
         if name.endswith("wait_tensor"):
@@ -216,19 +309,55 @@ class StepClock:
     def _add(
         self, queue: Any, category: Category, ms: float, kernel: str = "", **on_link: Any
     ) -> Item:
-        label = _Label(self.passes[-1], category, self._phase, kernel)
+        component = component_of(self._live.region())
+        label = _Label(self.passes[-1], category, self._phase, kernel, ms, ms, component)
         return self.streams.add(queue, Work(ms, label=label, **on_link))
 
+    def _launch(self, queue: Any, kernels: int = 1) -> Work:
+        """The host gives out what comes next in ``queue``."""
+        item = self._add(_HOST, Category.HOST, 1 + _LAUNCH * (kernels - 1))
+        self.streams.wait(queue, [item], Category.HOST)
+        work = self.streams.queues[_HOST][item.index]
+        work.label.compiled = _COMPILED
+        return work
+
+    def _call(self) -> None:
+        """The host calls the compiled code of a block, of a piece of one or of the loss."""
+        region = self._live.region()
+        at = self._phase, region
+        if region and at != self._called:
+            item = self._add(_HOST, Category.HOST, 0.0)
+            self.streams.queues[_HOST][item.index].label.compiled = _CALL
+        self._called = at
+
+    def _hook(self, calls: int) -> None:
+        """The host runs hooks of an FSDP unit, eager or compiled."""
+        if calls and self.passes:
+            self._add(_HOST, Category.HOST, calls * _HOOK)
+
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
-        used = tensors_in((args, kwargs))
+        used, kernels = tensors_in((args, kwargs)), kernels_of(func, args)
+        given = self._launch(stream, kernels)
         self._wait_for(stream, used)
+        self._hook(2 * func._schema.name.startswith("fsdp::chunk_cat"))  # those of backward
+        self.passes[-1].launched += kernels
         cost = op_cost(func, args, kwargs, out, self._machine)
         name = func._schema.name
-        end = self._add(stream, self._category(name), cost.ms, kernel_class(name))
-        if stream is self.compute:
-            parts = self._live.fused(func, (*used, *tensors_in(out)))
-            if parts is not None and not cost.flops:
-                self._fused.append((self.streams.queues[stream][end.index], parts))
+        self._has_experts |= kernel_class(name) == "grouped GEMM"
+        ms, kind, category = cost.ms, kernel_class(name), self._category(name)
+        if kind in ("grouped GEMM", "exchanges"):
+            ms *= self._buffer_of_tokens.share
+        if kind == "exchanges":  # of kernels that write into the buffers of other ranks
+            nbytes = max(x.nbytes for x in (*used, *tensors_in(out)))
+            nbytes, ranks = int(nbytes * self._buffer_of_tokens.share), self._buffer_of_tokens.ranks
+            on_link_ms, _ = group_ms(self._machine, nbytes, ranks, is_exchange=True)
+            ms, category = max(ms, on_link_ms), Category.EXCHANGES
+        end = self._add(stream, category, ms, kind)
+        if stream is self.compute and self._live.region():
+            work = self.streams.queues[stream][end.index]
+            read, made = self._live.fused(func, used), self._live.fused(func, tensors_in(out))
+            if read is not None and made is not None and not cost.flops:
+                self._fused.append((work, given, read, made))
         self._use(stream, used, end)
         if stream is not self.compute or name.startswith("fsdp::"):
             for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
@@ -244,6 +373,7 @@ class StepClock:
         lane = "to the host" if to_host else "from the host"
         # As fp8/offload.py does: its stream waits for the one that computes.
         self.streams.wait(lane, self.streams.last(self.compute))
+        self._launch(lane)
         end = self._add(lane, Category.OFFLOAD, target.nbytes / self._machine.host * 1e3)
         buffer = self._buffer(source if to_host else target, made_on=self.compute)
         buffer.why, buffer.used[lane] = Category.OFFLOAD, end  # it is not free before
@@ -270,7 +400,8 @@ class StepClock:
         times *= self._machine.slower.get(why.name.lower(), 1.0)
         communicator = f"communicator {group.group_name}"
         # A collective starts behind what its stream has been given, as NCCL's do.
-        self.streams.wait(communicator, (*self._host, *self.streams.last(stream)))
+        self._launch(communicator)
+        self.streams.wait(communicator, self.streams.last(stream))
         if not is_functional and not all(self._known(x) for x in sent):
             # It made what is sent.
             self.streams.wait(communicator, self.streams.last(self.compute))
@@ -289,11 +420,9 @@ class StepClock:
             self.streams.wait(stream, [end], why)
             self._use(communicator, sent, end)
         if why is Category.EXCHANGES and not has_values(sent[0]):
-            # The host reads the counts, and gives out nothing before.
-            self.streams.wait("host", [end])
-            # SYNC_MS is assumed (base/op_cost.py).
-            self._host = (self._add("host", Category.HOST, SYNC_MS),)
-            self.streams.wait(stream, self._host, Category.HOST)
+            # The host reads the counts when all is done that came before, and gives out nothing
+            # meanwhile.
+            self.streams.wait(_HOST, [end, *self.streams.last(stream)])
 
     def _category(self, name: str) -> Category:
         if name.startswith("titan_ext::float8_"):
@@ -351,9 +480,13 @@ class StepTime:
         tokens: Of a step, for each GPU.
         flops_per_token: By Titan's formula; None where Titan reports no MFU either.
         is_measured: Whether these are rates of kernels in a run, and not a card's best.
-        is_compiled: Whether the job compiles its blocks.
         kernels: Milliseconds of kernels on all streams, and of messages that are alone on their
             link, by ``op_cost.KINDS``.
+        expected: ``ms`` of a step whose kernels are as far from ideal as those of runs, and which
+            waits for its host.
+        instead: Milliseconds of a step that runs otherwise.
+        host_is_ahead_ms: From the end of what the host does to that of the step.
+        launched: Kernels, without messages.
     """
 
     machine: str
@@ -361,26 +494,34 @@ class StepTime:
     tokens: float
     flops_per_token: int | None
     is_measured: bool = False
-    is_compiled: bool = False
     kernels: Mapping[str, float] = field(default_factory=dict)
+    expected: Mapping[Category, float] = field(default_factory=dict)
+    instead: Mapping[How, float] = field(default_factory=dict)
+    host_is_ahead_ms: float = 0.0
+    launched: float = 0.0
 
     @classmethod
     def of(
-        cls, passes: Sequence[Pass], *, accumulation: int, idle: float, **others: Any
+        cls, passes: Sequence[Pass], how: How, *, accumulation: int, idle: float, **others: Any
     ) -> "StepTime":
         """From the passes of a step with two accumulation steps, or one if there is no more;
         ``idle`` is a pipeline rank's time over that in which it is busy."""
         *forward_backward, last = passes
         repeated = [*forward_backward[:1], *forward_backward[1:] * (accumulation - 1), last]
-        ms = {
-            category: math.fsum(one.ms.get(category, 0.0) for one in repeated)
-            for category in Category
-        }
-        ms[Category.BUBBLE] = idle * (sum(ms.values()) - sum(last.ms.values()))
+
+        def total(how: How) -> dict[Category, float]:
+            times = [one.ms[how] for one in repeated]
+            ms = {x: math.fsum(time.get(x, 0.0) for time in times) for x in Category}
+            ms[Category.BUBBLE] = idle * (sum(ms.values()) - sum(last.ms[how].values()))
+            return ms
+
         kinds = dict.fromkeys(kind for one in repeated for kind in one.kernels)
         return cls(
-            ms=ms,
+            ms=total(IDEAL),
+            expected=total(how),
+            instead={x: sum(total(x).values()) for x in last.ms if x not in (IDEAL, how)},
             kernels={k: math.fsum(one.kernels.get(k, 0.0) for one in repeated) for k in kinds},
+            launched=sum(one.launched for one in repeated),
             **others,
         )
 
@@ -396,14 +537,10 @@ class StepTime:
     @property
     def slowdown(self) -> float:
         """How many times longer than the ideal its kernels are expected to take."""
-        usual = COMPILED_KERNELS if self.is_compiled else KERNELS
-        return 1.0 if self.is_measured else usual
-
-    @property
-    def expected(self) -> Mapping[Category, float]:
-        """``ms`` of a step whose kernels are as far from ideal as those of published runs."""
-        # Waits get no factor: published rows do not tell how far links are from their rates.
-        return {at: ms if at in WAITS else self.slowdown * ms for at, ms in self.ms.items()}
+        ideal, expected = (
+            sum(ms for at, ms in of.items() if at not in WAITS) for of in (self.ms, self.expected)
+        )
+        return expected / ideal
 
     @property
     def expected_ms(self) -> float:
@@ -433,6 +570,21 @@ class StepTime:
     def verdict(self) -> str:
         expected = f"expect {self.expected_tokens_per_second:,.0f} tokens/s a GPU{self.band}"
         return f"{expected}, {self.expected_ms:,.1f} ms a step on {Path(self.machine).stem}"
+
+    @property
+    def host(self) -> str:
+        """Who waits for whom, and what would change that most."""
+        step, ms = self.expected_ms / 1e3, self.expected.get(Category.HOST, 0.0)
+        host = step - self.host_is_ahead_ms / 1e3
+        said = f"{host:.2f} of {step:.2f} s, {self.launched:,} kernels: "
+        said += f"the card waits for it {ms / self.expected_ms:.0%} of the time"
+        ways = {
+            " and ".join(_REMEDIES[key] for key in _REMEDIES if getattr(how, key)): ms
+            for how, ms in self.instead.items()
+        }
+        best = sorted(ways.items(), key=lambda way: way[1])
+        better = [f"{w} is planned {ms / self.expected_ms:.2f} of it" for w, ms in best]
+        return "; ".join([said, *better])
 
     def table(self) -> Iterator[str]:
         """A line for each category, in ms as expected, their sum, and the ideal."""

@@ -161,11 +161,24 @@ class Trainer(TitanTrainer):
                 policy = self.activation_checkpoint
                 check_names(model, settings, self.parallelism, policy)
 
-        def _leave_out_cuda_graphs(self) -> None:
-            """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
+        def check_layout_of_graphs(self) -> None:
+            """Raise ValueError if there are to be CUDA graphs that the layout forbids."""
             try:
                 # Titan's own method, so that its reasons are not written down a second time.
                 self._validate_cuda_graphs()
+            except ValueError as error:
+                axis = "pipeline" if self.parallelism.pipeline_parallel_degree > 1 else "expert"
+                key = f"{axis}_parallel_degree"
+                raise ValueError(
+                    f"{str(error).partition('. ')[0]}, and parallelism.{key} is "
+                    f"{getattr(self.parallelism, key)}. Expected "
+                    f"training.disable_cuda_graphs = true, or parallelism.{key} = 1."
+                ) from None
+
+        def _leave_out_cuda_graphs(self) -> None:
+            """Switch CUDA graphs off where Titan refuses them: they are on by default there."""
+            try:
+                self.check_layout_of_graphs()
             except ValueError as error:
                 # The section may belong to other configs, too.
                 self.training = replace(self.training, disable_cuda_graphs=True)
