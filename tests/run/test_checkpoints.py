@@ -419,7 +419,7 @@ def test_equal_settings_are_equal_however_they_are_written(caplog: pytest.LogCap
     saved = {
         "betas": (0.9, 0.95),
         "eps": 1.0,
-        "weight_decay": torch.tensor(0.5),
+        "weight_decay": 0.5,
         "adjust": word.MATCH,
         "at": Path("a"),
     }

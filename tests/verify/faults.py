@@ -188,6 +188,16 @@ def own_tokens() -> Any:
     return _trainers(forward_backward_step=divided)
 
 
+def trained_on_padding() -> Any:
+    """A microbatch in which no token counts trains on word 0."""
+
+    def trained(trainer: Any, method: Any, *, labels: Any, **arguments: Any) -> Any:
+        counts = bool((labels != -100).any())
+        return method(labels=labels if counts else labels.clamp(min=0), **arguments)
+
+    return _trainers(forward_backward_step=trained)
+
+
 @contextlib.contextmanager
 def wrong_norm() -> Iterator[None]:
     real = dist_utils.clip_grad_norm_
@@ -583,6 +593,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "the last microbatch only": (last_microbatch, "grads", ""),
     "loss scaled twice": (scaled_twice, "loss", "2.0000"),
     "loss by own tokens": (own_tokens, "grads", ""),
+    "trained on padding": (trained_on_padding, "grads", ""),
     "norm times 1.41": (wrong_norm, "norm", "1.4100"),
     "load counted twice on one rank": (load_twice_on_one_rank, "load", ".moe"),
     "load counted twice": (load_twice, "load", ".moe"),

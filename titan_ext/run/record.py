@@ -329,13 +329,8 @@ def file_name(rank: int) -> str:
 
 
 def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` as a JSON file gives it back."""
-
-    def plain(value: Any) -> Any:
-        is_number = isinstance(value, torch.Tensor) and value.numel() == 1
-        return value.item() if is_number else str(getattr(value, "value", value))
-
-    return json.loads(json.dumps(config, default=plain))
+    """``config`` as a JSON file gives it back; an enum is its value."""
+    return json.loads(json.dumps(config, default=lambda value: str(getattr(value, "value", value))))
 
 
 def _held_nbytes(trainer: Any) -> list[int]:

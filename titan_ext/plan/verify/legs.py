@@ -45,7 +45,7 @@ from titan_ext.plan.verify.judge import (
 )
 from titan_ext.plan.verify.ranks import Processes, RunError
 from titan_ext.plan.verify.reference import Reference, Step
-from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_one_pass, in_other_layout
+from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_other_layout
 from titan_ext.plan.verify.tape import judge_replay
 
 _WITHOUT: dict[str, Any] = {

@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
@@ -575,20 +574,6 @@ def resumes(config: Any) -> bool:
     """True if a job goes on from its checkpoints with all that it has."""
     checkpoint = config.checkpoint
     return checkpoint.enable and not set(checkpoint.exclude_from_loading) - {"dataloader"}
-
-
-def not_reached(job: SmallJob) -> list[str]:
-    """What the job has and its copy, whose sizes ``summary`` tells, has not."""
-    is_masked = any(True for _ in job.large_config.model_spec.model.traverse(FlexAttention.Config))
-    return [
-        "more blocks, words, experts and ranks than the copy's",
-        f"tokens of a sequence after {job.samples.length}",
-        f"steps after {job.config.training.steps}",
-        *(["document masks"] if is_masked and job.layout.cp == 1 else []),
-        "ranks or microbatches without valid tokens",
-        "norms on the other side of max_norm",
-        "roundings in code that stock has, too",
-    ]
 
 
 def in_other_layout(job: SmallJob) -> SmallJob | None:
