@@ -310,12 +310,14 @@ def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.
     assert len(runs) <= 1 + 12 + len(faulty)
 
 
+_PIPELINE = ("--parallelism.pipeline_parallel_degree", "2")
 _WHOLE_EXPERTS = ("--parallelism.expert_parallel_degree", "4")
 
 
 _REFUSED: dict[tuple[str, ...], str] = {
     ("--model", "tests.verify.nothing"): "--model: tests.verify.nothing: tests.verify has no",
     ("--keep", "training.seqlen"): "--keep training.seqlen: expected some of",
+    ("--graphs", *_PIPELINE): "--graphs: TorchTitan captures no pipelines in CUDA graphs.",
     ("--parallelism.tensor_parallel_degree", "3"): "expected degrees whose product divides 4",
     # which only the number of ranks tells
     (*_WHOLE_EXPERTS, "--parallelism.fsdp_expert_reduce_scatter", "bfloat16"): (

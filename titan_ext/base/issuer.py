@@ -18,12 +18,8 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 def issuer(
     frame: FrameType | None, names: Mapping[nn.Module, str], besides: str = ""
 ) -> tuple[str, FrameType | None]:
-    """The FSDP unit or innermost module that ``frame`` is called from, and its frame not of torch.
-
-    Args:
-        names: Of the model's modules.
-        besides: A file whose frames do not count either.
-    """
+    """The FSDP unit or innermost of the modules ``names`` that ``frame`` is called from, and the
+    innermost frame that is not of torch, nor of the file ``besides``."""
     site = None
     while frame is not None:
         code = frame.f_code

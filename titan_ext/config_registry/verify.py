@@ -101,8 +101,11 @@ class Verify:
     def _verify(self, flags: list[str], folder: Path) -> bool:
         from titan_ext.plan.verify import small
         from titan_ext.plan.verify.legs import Legs
+        from titan_ext.plan.verify.ranks import RunError
 
         job = self._small(flags)
+        if self.graphs and job.layout.pp > 1:
+            raise ValueError("--graphs: TorchTitan captures no pipelines in CUDA graphs.")
         decided = small.decisions(job.config, job.layout)
         if changed := small.differences(job.decisions, decided):
             raise ValueError(
@@ -119,7 +122,14 @@ class Verify:
                     continue
                 if leg == "graphs" and (self.quick or wrong or not replays):
                     continue
-                verdict = getattr(legs, leg)(**({"stock": True} if self.stock else {}))
+                try:
+                    verdict = getattr(legs, leg)(**({"stock": True} if self.stock else {}))
+                except RunError as error:
+                    if leg != "graphs" or self.graphs:
+                        raise
+                    print(f"{leg:10}not verified: {error}")
+                    not_here.append("CUDA graphs")
+                    continue
                 print(f"{leg:10}{what}", *(f"  {line}" for line in verdict.lines()), sep="\n")
                 sys.stdout.flush()
                 wrong |= {} if verdict.is_right else {leg: verdict}

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from titan_ext.base.messages import ranks_in_words
 
-KEPT = 8
-"""Notes of a group that a rank keeps: others may be so many ahead of a late one."""
+KEPT = 8  # notes of a group: ranks may be so many ahead of a late one
 _NBYTES = 256  # of a note
 _SHOWN = 5
 

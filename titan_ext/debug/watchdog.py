@@ -39,8 +39,7 @@ from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
 from titan_ext.debug.hang_report import Note
 
-_HOOK_ID = 0x7E47
-"""Our hook's name in a process group."""
+_HOOK_ID = 0x7E47  # our hook's name in a process group
 _PRIME = (1 << 31) - 1
 """Hashes are below it: what all ranks of a job add up then fits into an int64."""
 

@@ -27,10 +27,8 @@ from titan_ext.base.issuer import issuer
 from titan_ext.base.tensors import local_tensor, tensors_in
 from titan_ext.plan.verify.judge import Verdict, Wrong, judge_equal, read_step, try_canary
 
-_WARM_UP = 1
-"""Passes before the one that is recorded, as Titan's ``_warmup_remaining``."""
-_AGAIN = 4
-"""The pass that is compared with the recorded one: of three a step, the first of the second."""
+_WARM_UP = 1  # passes before the one that is recorded, as Titan's _warmup_remaining
+_AGAIN = 4  # is compared with that one: of three passes a step, the first of the second
 _READS = ("tolist", "numpy", "cpu")
 """Methods that copy to the host; of a CPU's tensor they dispatch no operation."""
 _DISPATCHERS = "; MinimalAsyncEP, and HybridEP with non_blocking_capacity_factor, read none"
@@ -140,11 +138,11 @@ class Tape(TorchDispatchMode):
 
     def _where(self, frame: Any) -> str:
         module, site = issuer(frame, self._names, besides=__file__)
-        if site is None:
-            return module
-        path = Path(site.f_code.co_filename)
-        line = f"{site.f_code.co_qualname} ({path.parent.name}/{path.name}:{site.f_lineno})"
-        return f"{line} in {module}" if module else line
+        line = ""
+        if site is not None:
+            path = Path(site.f_code.co_filename)
+            line = f"{site.f_code.co_qualname} ({path.parent.name}/{path.name}:{site.f_lineno})"
+        return " in ".join(filter(None, [line, module]))
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -177,7 +175,6 @@ class Replayed:
     Attributes:
         parts: The model's.
         replays: False runs each pass, and notes what Python does otherwise in a later one.
-        seen: For the judge.
     """
 
     function: Callable[..., torch.Tensor]
