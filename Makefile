@@ -7,7 +7,7 @@
 # make mutants  plant faults in titan_ext, and say which test sees each (ARGS="NAMES --jobs 2")
 # make faults  ranks and saves killed from outside; 50 kills during saves (KILLS=50)
 # make upstream  the patches for torch and TorchTitan: their tests fail without and pass with them
-# make gpu-receipts  on a GPU: every figure that the docs leave open, within 30 minutes (ARGS=--quick: 10)
+# make gpu-receipts  on a GPU: every figure that the docs leave open, within 34 minutes (ARGS=--quick: 10)
 # make slow-link  as root: stock and ours over a real slow link (RATES="20 100" MODELS=qwen3); 20 minutes
 # ARGS="--training.seq_len 512" adds Titan flags to train; PYTEST_ARGS="-k units" picks tests.
 # TORCH=2.15.0 is the release to test on, in an environment of its own.

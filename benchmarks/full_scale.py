@@ -61,12 +61,17 @@ DRY_JOBS = {
 }
 _HALVES = "--parallelism.overlap_exchanges halves"
 _COMPILED = "--compile.enable --compile.components model,loss"
+_FP8 = "activation-checkpoint:fp8"
 ARMS = {
     "whole": "",
     "stock": "",
     "halves": _HALVES,
     "halves-wire": _HALVES,
-    "compiled": _COMPILED,
+    "compiled": _COMPILED,  # in pieces, where shared experts overlap with exchanges
+    "compiled-blocks": f"{_COMPILED} --parallelism.overlap_exchanges none",
+    "halves-compiled": f"{_COMPILED} {_HALVES}",
+    "fp8": _FP8,
+    "fp8-compiled": f"{_COMPILED} {_FP8}",
     "stock-compiled": _COMPILED,
 }
 _EXCEPTION = re.compile(r"(\[rank\d+\]:)?\s*[A-Za-z_][\w.]*(: |$)")

@@ -325,7 +325,7 @@ def _unknown(command: str) -> Iterator[str]:
     elif program == "titan_ext" or words[:2] == ["-m", "titan_ext"]:
         words = words[2:] if program == "python" else words
         folder = ROOT / "titan_ext" / "config_registry"
-        names = ("commands.py", "dry_run.py", "tune.py")
+        names = ("commands.py", "dry_run.py", "tune.py", "verify.py")
         text = "".join((folder / name).read_text() for name in names)
         fields = re.findall(r"^    (\w+): ", text, flags=re.MULTILINE)
         source = " ".join(["--help", *(f"--{field.replace('_', '-')}" for field in fields)])

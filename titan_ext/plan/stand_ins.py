@@ -68,7 +68,11 @@ def use_stand_ins(
     context_parallel = parallelism.context_parallel_degree > 1
     found = [at[1] for at in spec.traverse(BaseEPTokenDispatcher.Config)]
     names = {type(one).__qualname__: None for one in found if _kind(one) is None}
-    planned = functools.partial(_plan_dispatcher, imbalance=imbalance)
+    # Titan chooses its exchange by torch.compiler.is_compiling(), which is false where compiled
+    # blocks run eagerly (torchtitan/models/common/token_dispatcher.py).
+    planned = functools.partial(
+        _plan_dispatcher, imbalance=imbalance, is_compiled=compiles_model(config.compile)
+    )
     replace_configs(spec, BaseEPTokenDispatcher.Config, planned)
     for _, moe, _, _ in spec.traverse(MoE.Config):
         moe.routed_experts.token_dispatcher.router = moe.router
@@ -162,10 +166,12 @@ def _titans(config: Any, kind: type) -> Any:
     return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
 
 
-def _plan_dispatcher(config: Any, *, imbalance: float) -> Any:
+def _plan_dispatcher(config: Any, *, imbalance: float, is_compiled: bool) -> Any:
     if (kind := _kind(config)) is None:
         config = AllToAllTokenDispatcher.Config(num_experts=config.num_experts, top_k=config.top_k)
         kind = PlannedStockTokenDispatcher.Config
+    if is_compiled and kind is PlannedStockTokenDispatcher.Config:
+        kind = PlannedTokenDispatcher.Config
     device = {"device": torch.device("cpu")} if hasattr(config, "device") else {}
     return derive(config, kind, imbalance=imbalance, **device)
 

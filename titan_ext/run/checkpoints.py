@@ -240,7 +240,8 @@ def _facts(folder: Path) -> dict[str, str]:
     state = {"train_state": {"data": "{}"}}
     with contextlib.suppress(Exception, CheckpointException):  # which is no Exception
         dcp.load(state, checkpoint_id=folder, no_dist=True)
-    return json.loads(state["train_state"]["data"])
+        return json.loads(state["train_state"]["data"])
+    return {}
 
 
 def verify_checksums(config: Trainer.Config) -> None:

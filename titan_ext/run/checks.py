@@ -84,7 +84,7 @@ class FiniteGradients(RunCheck):
         def check(*_) -> None:
             if not is_logged_or_saved(trainer):
                 return
-            labels = [p["global_valid_tokens"] for p in trainer.passes[:1]]
+            labels = [p["global_valid_tokens"] for p in (trainer.passes or [])[:1]]
             grads = (p.grad for p in _parameters(trainer) if p.grad is not None)
             if are_finite([*grads, *(1 / number for number in labels)]):
                 return
