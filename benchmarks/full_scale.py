@@ -386,7 +386,7 @@ def _slopes(rows: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
         for high in rows:
             same = all(low[key] == high[key] for key in ("job", "arm"))
             sides = [row[side] for row in (low, high) for side in ("measured", "planned")]
-            if same and low["depth"] < high["depth"] and not any("error" in s for s in sides):
+            if same and low["depth"] < high["depth"] and all("kernels" in s for s in sides):
                 layers = high["depth"] - low["depth"]
                 yield {
                     "name": f"{low['job']}, {low['arm']}, a layer",
