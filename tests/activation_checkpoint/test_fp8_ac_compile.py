@@ -591,9 +591,9 @@ class _NoAC(ActivationCheckpointing):
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        (lambda: _NoAC(SelectiveAC.Config()), 1e-9),
+        pytest.param(lambda: _NoAC(SelectiveAC.Config()), 1e-9, marks=pytest.mark.slow),
         (lambda: SelectiveAC(SelectiveAC.Config()), 1e-9),
-        (lambda: FullAC(FullAC.Config()), 1e-9),
+        pytest.param(lambda: FullAC(FullAC.Config()), 1e-9, marks=pytest.mark.slow),
         (lambda: FP8AC(FP8AC.Config(preset="speed")), 2e-3),
     ],
 )
@@ -608,6 +608,7 @@ def test_pieces_have_the_gradients_of_eager_blocks(
     assert pieces.operations["aten::_grouped_mm"] <= eager.operations["aten::_grouped_mm"]
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(caplog: pytest.LogCaptureFixture):
     """Inductor's cache takes what stores in float8: its key holds the partitioner."""
 

@@ -228,6 +228,7 @@ def test_a_job_is_replayed(tmp_path: Path):
     assert {"grads", "weights", "buffer", "bias", "load", "loss"} <= verdict.worst.keys()
 
 
+@pytest.mark.slow
 def test_the_standard_dispatcher_is_refused_by_name(tmp_path: Path):
     from tests.helpers.cluster import run_ranks
 
