@@ -8,6 +8,7 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import cross_entropy, silu
 
+from titan_ext.activation_checkpoint.compile import CompiledPart
 from titan_ext.plan.live import LiveBytes
 from titan_ext.plan.pools import Event, Fusion, Pools, is_fusible
 
@@ -94,10 +95,14 @@ class _Block(nn.Module):
         return x + self.w2(silu(self.w1(x)) * self.w3(x))
 
 
-def _live(compiled: Sequence[str]) -> LiveBytes:
-    """A forward and backward of 4,096 tokens in bf16."""
+def _live(compiled: Sequence[str], piece: str = "") -> LiveBytes:
+    """A forward and backward of 4,096 tokens in bf16; of the block one ``piece`` is compiled."""
     with FakeTensorMode():
         model = _Model()
+        if piece:
+            block = model.layers["0"]
+            modules = {piece: block.get_submodule(piece)}
+            CompiledPart(block, "layers.0", modules, piece, is_piece=True).checkpoint(None)
         x = torch.empty(4096, 1024, dtype=torch.bfloat16)
         with LiveBytes([model], [], compiled=compiled) as live:
             logits = model(x)
@@ -125,6 +130,11 @@ def test_what_is_fused_is_not_made(compiled: Sequence[str], mib: int):
     assert _most(live.events) - _most(left) >= 0
     assert sum(sizes[storage] for storage in never) // MIB == mib
     assert live._fusion.apply(live.events, []) == live.events
+
+
+def test_what_runs_between_pieces_is_made():
+    live = _live(["model"], piece="w2")
+    assert live._fusion.apply(live.events, ["model"]) == live.events
 
 
 def test_a_peak_has_what_its_own_operation_made():

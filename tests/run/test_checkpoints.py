@@ -300,6 +300,18 @@ def test_whole_checkpoints_are_kept_not_folders(async_mode: str, tmp_path: Path,
     assert (2 in left) == under_way
 
 
+def test_what_lies_above_the_saved_step_is_of_another_start(tmp_path: Path, one_rank: None):
+    """A run that resumes from an earlier step (``load_step``) keeps what it saves."""
+    checkpoints = tmp_path / "checkpoint"
+    for step in (3, 8, 9):
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=checkpoints / f"step-{step}")
+    manager = _manager(tmp_path)
+    for step in (4, 5):
+        manager.save(step)
+    manager.close()
+    assert whole_checkpoint_steps(checkpoints) == [4, 5, 8, 9]
+
+
 def test_a_checkpoint_that_is_overwritten_is_not_whole(tmp_path: Path, one_rank: None):
     manager = _manager(tmp_path)
     manager.save(3)

@@ -188,11 +188,11 @@ class CompiledPart:
                 x = forward(x)
             return x
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return (
-                chain(*args, **kwargs) if checkpoint is None else checkpoint(chain, *args, **kwargs)
-            )
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            assert checkpoint is not None
+            return checkpoint(chain, *args, **kwargs)
 
+        forward = chain if checkpoint is None else checkpointed
         # On the instances, as Titan's own Module.parallelize does: FSDP's hooks stay around them.
         for module in self.modules.values():
             cast(Any, module).forward = (
@@ -276,16 +276,14 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
             if unit.kind not in BLOCK_KINDS or unit.block != name:
                 continue
             modules = {names[module]: module for module in unit.modules(model)}
-            if _is_chain(block, modules) and not (
-                pieces and any(map(_dispatches, modules.values()))
-            ):
+            travels = pieces and any(map(_dispatches, modules.values()))
+            if not travels and _is_chain(block, modules):
                 child = next(name for name in modules if name in ("", *CHILDREN))
                 yield CompiledPart(block, name, modules, child, is_piece=pieces)
                 continue
             for child, module in modules.items():
-                for piece, part, arrives in (
-                    _pieces(child, module) if pieces else [(child, module, "")]
-                ):
+                found = _pieces(child, module) if pieces else [(child, module, "")]
+                for piece, part, arrives in found:
                     yield CompiledPart(block, name, {piece: part}, piece, pieces, arrives)
 
 

@@ -85,6 +85,11 @@ class Machine:
     name: str = ""
     capability: tuple[str, int, int] | None = None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether these are rates of kernels in a run, and not a card's best."""
+        return bool(self.slower) or not self.name
+
 
 # Rates of single kernels on an H100 SXM are those that are published as reached: of its 989 TFLOP/s
 # cuBLAS reaches 0.80, fused attention 0.45, and torch._grouped_mm 0.71 with 128,000 rows an expert

@@ -216,7 +216,7 @@ class DryRun(Trainer):
         offloads = self.config.training.enable_cpu_offload
         on_host = LASTING if offloads else ()
         live = LiveBytes(
-            self.model_parts, self.optimizers, on_host=on_host, compiled=self._compiled
+            self.model_parts, self.optimizers, on_host=on_host, compiled=self.how.compiled
         )
         clock, buffer = None, Buffer.of(self.model_parts)
         if machine:
@@ -239,13 +239,8 @@ class DryRun(Trainer):
             self.time = self._step_time(clock, machine)
 
     @property
-    def _compiled(self) -> Sequence[str]:
-        compiler = self.config.compile
-        return compiler.components if compiler.enable else ()
-
-    @property
     def _class(self) -> JobClass:
-        return JobClass.of(self._compiled, self.parallel_dims.ep)
+        return JobClass.of(self.how.compiled, self.parallel_dims.ep)
 
     def _start_as_second_step(self) -> None:
         """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
@@ -282,7 +277,7 @@ class DryRun(Trainer):
             machine=machine,
             tokens=tokens / dims.non_data_parallel_size,
             flops_per_token=flops if rates.name and not has_quantization(spec.model) else None,
-            is_measured=bool(rates.slower) or not rates.name,
+            is_measured=rates.is_measured,
             host_is_ahead_ms=clock.host_is_ahead_ms,
         )
 

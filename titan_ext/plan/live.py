@@ -413,7 +413,7 @@ class LiveBytes(TorchDispatchMode):
             part.register_forward_hook(leave),
         ]
         for name, module in modules.items():
-            pieces = pieces_in(module) if self.compiled else {}
+            pieces = pieces_in(module)
             self._split.update({name} if pieces else ())
             for key, piece in pieces.items():
                 self._handles += [

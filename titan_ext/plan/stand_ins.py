@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -192,6 +192,13 @@ def _router(config: Any) -> Any:
     return config
 
 
+def _told(config: type) -> Any:
+    """A config that also says to a dispatcher where tokens go, which fake tensors do not."""
+    fields = [("imbalance", float, 1.0), ("router", TokenChoiceTopKRouter.Config | None, None)]
+    at = {"__module__": __name__}
+    return make_dataclass("Config", fields, bases=(config,), kw_only=True, slots=True, namespace=at)
+
+
 class _Planned:
     """Mixin of a dispatcher that is told how many tokens go where: fake tensors cannot be asked.
 
@@ -241,17 +248,11 @@ class _Planned:
 
 
 class PlannedTokenDispatcher(_Planned, FunctionalAllToAllTokenDispatcher):
-    @dataclass(kw_only=True, slots=True)
-    class Config(FunctionalAllToAllTokenDispatcher.Config):
-        imbalance: float = 1.0
-        router: TokenChoiceTopKRouter.Config | None = None
+    Config = _told(FunctionalAllToAllTokenDispatcher.Config)
 
 
 class PlannedStockTokenDispatcher(_Planned, AllToAllTokenDispatcher):
-    @dataclass(kw_only=True, slots=True)
-    class Config(AllToAllTokenDispatcher.Config):
-        imbalance: float = 1.0
-        router: TokenChoiceTopKRouter.Config | None = None
+    Config = _told(AllToAllTokenDispatcher.Config)
 
 
 class Buffered:
@@ -261,7 +262,7 @@ class Buffered:
     """
 
     symmetric = 0
-    """Buffers of ``_capacity`` in symmetric memory, for all layers together."""
+    """How many buffers of its rows lie in symmetric memory, for all layers together."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
@@ -301,19 +302,13 @@ class Buffer(NamedTuple):
 class PlannedMinimalAsync(Buffered, MinimalAsyncEPTokenDispatcher):
     symmetric = 2  # _HIDDEN_RECV_BUFFER_COUNT (torchtitan/distributed/minimal_async_ep/api.py)
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(MinimalAsyncEPTokenDispatcher.Config):
-        imbalance: float = 1.0
-        router: TokenChoiceTopKRouter.Config | None = None
+    Config = _told(MinimalAsyncEPTokenDispatcher.Config)
 
 
 class PlannedHybrid(Buffered, HybridEPTokenDispatcher):
     """That does not wait; what deep_ep's own buffer takes, only deep_ep knows."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(HybridEPTokenDispatcher.Config):
-        imbalance: float = 1.0
-        router: TokenChoiceTopKRouter.Config | None = None
+    Config = _told(HybridEPTokenDispatcher.Config)
 
 
 _PLANNED: dict[type, Any] = {

@@ -195,7 +195,6 @@ class StepClock:
         self._buffers: dict[int, _Buffer] = {}
         self._depth = 0
         self._has_experts = False
-        self._is_measured = bool(machine.slower) or not machine.name
         self._phase, self._called = "", ("", "")
         self._handles: list[Any] = []
         self._fused: list[tuple[Work, Work, list[tuple[int, int]], list[tuple[int, int]]]] = []
@@ -271,7 +270,7 @@ class StepClock:
                 elif label.kernel and not work.link:
                     usual = KERNELS[self._has_experts] * SLOWER.get(label.kernel, 1.0)
                     slower = COMPILED_KERNELS[self._has_experts] if compiled else usual
-                    work.ms = ms if how.ideal or self._is_measured else ms * slower
+                    work.ms = ms if how.ideal or self._machine.is_measured else ms * slower
         self.streams.run()
         for work in self.streams.queues.get(self.compute, ()):
             ms = work.label.now.ms[how]

@@ -18,7 +18,7 @@ import re
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,16 @@ class CheckpointManager(TitanCheckpointManager):
     exported: Mapping[str, torch.Tensor] = {}
     """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
 
+    _saved_step = 0
+
     def _load(self, step: int = -1) -> bool:
-        if (own := _step_to_load(Path(self.folder), step)) != step != -1:
+        folder = Path(self.folder)
+        if (own := _step_to_load(folder, step, _loadable_steps(folder))) != step != -1:
             logger.info(f"This run began at checkpoint.load_step {step}: it goes on from its own.")
         return super()._load(own)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        self._saved_step = curr_step
         is_written = self._should_save(curr_step, last_step) and dist.get_rank() == 0
         if is_written and not filesystem.is_remote(self.folder):
             folder = Path(self._create_checkpoint_id(curr_step))
@@ -129,13 +133,17 @@ class CheckpointManager(TitanCheckpointManager):
         return super().dcp_save({**state_dict, **kept}, *args, **arguments)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints."""
+        """Delete what is older than the ``keep_latest_k`` newest whole checkpoints of this run.
+
+        What lies above the step that is saved is of another start, and neither counts nor goes:
+        where a folder is remote, no branch below newer checkpoints is refused.
+        """
         if not self._should_purge():
             return
         names = [re.fullmatch(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]
         steps = (int(name[1]) for name in names if name)
         whole = 0
-        for step in sorted(steps, reverse=True):
+        for step in sorted((s for s in steps if s <= self._saved_step), reverse=True):
             path = self._create_checkpoint_id(step)
             if whole >= self.keep_latest_k:
                 self.purge_queue.put(path)
@@ -158,8 +166,11 @@ class Checkpoints(RunCheck):
     def before_start(self, config: Trainer.Config) -> None:
         """Refuse to begin a branch below newer checkpoints: a later start would load those."""
         own, step = _folder(config), config.checkpoint.load_step
-        newer = [s for s in _loadable_steps(own) if s > step]
-        if step == -1 or not newer or not is_inspected(config) or _step_to_load(own, step) != step:
+        if step == -1 or not is_inspected(config):
+            return
+        steps = _loadable_steps(own)
+        newer = [s for s in steps if s > step]
+        if not newer or _step_to_load(own, step, steps) != step:
             return
         whole = " --checkpoint.no-initial-load-model-only" if step else ""
         names = and_more([f"step-{s}" for s in newer])
@@ -208,7 +219,7 @@ def checkpoint_to_load(config: Trainer.Config) -> tuple[Path, bool] | None:
     own = _folder(config)
     steps = whole_checkpoint_steps(own)
     exports = whole_checkpoint_steps(own, marker=INDEX)
-    step = _step_to_load(own, checkpoint.load_step)
+    step = _step_to_load(own, checkpoint.load_step, [*steps, *exports])
     if step in exports and step not in steps:
         kind = "an export (checkpoint.last_save_in_hf), the model only"
         raise _nothing_to_resume(own / f"step-{step}", kind, " --checkpoint.initial_load_in_hf")
@@ -224,12 +235,12 @@ def _loadable_steps(own: Path) -> list[int]:
     return whole_checkpoint_steps(own) + whole_checkpoint_steps(own, marker=INDEX)
 
 
-def _step_to_load(own: Path, step: int) -> int:
+def _step_to_load(own: Path, step: int, loadable: Sequence[int]) -> int:
     """``checkpoint.load_step``, or the newest where a start with that has saved it.
 
     A supervisor repeats its command, and would train the same steps each time.
     """
-    newest = max(_loadable_steps(own), default=-1)
+    newest = max(loadable, default=-1)
     if step >= newest or step == -1:
         return max(step, newest)
     return newest if _facts(own / f"step-{newest}").get("load_step") == str(step) else step
@@ -382,9 +393,8 @@ def _nothing_to_resume(folder: Path, kind: str, flags: str = "") -> ValueError:
 
 def _check_data(trainer: Trainer, folder: Path) -> None:
     config = trainer.config
-    facts = _facts(folder)
-    if not facts or "dataloader" in config.checkpoint.exclude_from_loading:
-        return  # stock TorchTitan's, or all the same
+    if "dataloader" in config.checkpoint.exclude_from_loading or not (facts := _facts(folder)):
+        return  # all the same, or stock TorchTitan's
     if difference := other_data(facts, data_facts(config.dataloader, trainer.dataloader)):
         raise ValueError(
             f"{folder} was made with {difference}: the saved position and leftover tokens do not "
