@@ -16,6 +16,7 @@ _TP, _PP = f"{_P}tensor_parallel_degree", f"{_P}pipeline_parallel_degree"
 _CP, _EP = f"{_P}context_parallel_degree", f"{_P}expert_parallel_degree"
 _HSDP = f"{_P}data_parallel_replicate_degree"
 _MOE = '"deepseek_v3.deepseek_v3_debugmodel"'
+_COMPILED = {"compile.enable": "true"}
 _BACKENDS = ('"spmd_types"', '"partial_dtensor"')
 _PLAIN_LOSS = {"loss.component": '"torchtitan.components.loss.CrossEntropyLoss"'}
 
@@ -124,6 +125,32 @@ _OTHERS |= {
         "fp32": {"training.mixed_precision_param": '"float32"'},
     }.items()
 }
+_ALL = ("EP 4", "EP 2", "EP 4, TP 2", "EP 2, PP 2", "EP 2, CP 2", "EP 2, HSDP 2")
+_OTHERS |= {
+    f"{feature} in pieces, {axis}": {**AXES[axis], **FEATURES[feature], **_COMPILED}
+    for feature, axes in {
+        "halves": ("EP 4", "EP 4, TP 2", "EP 2, TP 2, no sequence parallelism", *_ALL[3::2]),
+        "a row a rank": ("EP 4, TP 2",),
+        "float8 tokens": ("EP 2",),
+        "everything sent": ("EP 4", "EP 4, TP 2", "EP 2, PP 2"),
+        "units of experts": _ALL,
+        "float8 for memory": ("EP 4", "EP 2, PP 2", "EP 2, CP 2"),
+        "float8 without a recompute": ("EP 2",),
+        "scores before the last GEMM": ("EP 2",),
+    }.items()
+    for axis in axes
+} | {
+    f"{name} in pieces": {**_OTHERS[name], **_COMPILED}
+    for name in (
+        "qwen3, EP 2, everything sent",
+        "gpt_oss, EP 2, everything sent",
+        "MTP, EP 2, everything sent",
+        "LoRA, EP 2",
+        "an idle expert, EP 2",
+        "all tokens to one, EP 4, TP 2",
+        "saves and resumes, EP 2",
+    )
+}
 _16B = {"extends": '"deepseek_v3.deepseek_v3_16b"'}
 _LARGE: dict[str, Job] = {
     "a row a node, 32 ranks": {**_16B, "ranks": "32", _EP: "16", f"{_P}exchange_rows": '"node"'},
@@ -149,6 +176,7 @@ _PIPELINES: dict[str, Job] = {
     for schedule, features, job in (
         ("Interleaved1F1B", "units", {f"{_P}fsdp_wrap": '"submodule"'}),
         ("Interleaved1F1B", "float8 for memory", {f"{_AC}policy": '"fp8"'}),
+        ("Interleaved1F1B", "halves in pieces", {**FEATURES["halves"], **_COMPILED}),
         # It gathers a stage ahead of the forward that makes its scales.
         ("Interleaved1F1B", "float8 linears", {"converters": "float8"}),
         ("ZBVZeroBubble", "full", {**_PLAIN_LOSS, f"{_AC}policy": '"full"'}),

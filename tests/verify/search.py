@@ -99,7 +99,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 }
 """Values of each key, the first of which leaves it out where it is a key of titan_ext."""
 _NOT_KEYS = ("extends", "ranks", "routing", "accumulated", "converters")
-_EAGER_ONLY = ("overlap_exchanges", "exchange_rows", "exchange_dtype", "fsdp_replicate")
+_EAGER_ONLY = ("fsdp_replicate", "fsdp_quantize_frozen")
 _OF_FP8 = ("preset", "mode", "score_before_last_gemm", "op_policies", "exempt")
 
 
@@ -155,9 +155,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
             job[key] = VALUES[key][0]
         if "offload" in job["activation_checkpoint.op_policies"]:
             job["activation_checkpoint.op_policies"] = "{}"
-        for key in ("parallelism.fsdp_wrap", "parallelism.pipeline_parallel_schedule"):
-            if job[key] == VALUES[key][-1]:
-                job[key] = VALUES[key][0]
+        if "ZBV" in job["parallelism.pipeline_parallel_schedule"]:
+            job["parallelism.pipeline_parallel_schedule"] = '"1F1B"'
     wrap, schedule = (job[f"parallelism.{k}"] for k in ("fsdp_wrap", "pipeline_parallel_schedule"))
     of_users = "blocks" in job["extends"]  # whose [model] no file changes
     if of_users or (job["converters"] == "float8" and job[degree("tensor_parallel")] != "1"):

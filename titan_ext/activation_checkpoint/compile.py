@@ -50,6 +50,7 @@ from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.tensor import DTensor
 from torch.fx import traceback as fx_traceback
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -76,7 +77,7 @@ from titan_ext.activation_checkpoint.partition import (
     compile_arguments,
 )
 from titan_ext.base.hooks import user_hook
-from titan_ext.base.tensors import parts_in, plain_tensors
+from titan_ext.base.tensors import local_tensor, parts_in, plain_tensors, wrapping
 from titan_ext.components.exchange import Inside
 from titan_ext.fsdp.units import (
     BLOCK_KINDS,
@@ -226,6 +227,11 @@ class _Region:
         self._forward = torch.compile(self._forward, **arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        out = self._run(*args, **kwargs)
+        is_several = type(out) is tuple and any(isinstance(x, DTensor) for x in out)
+        return _Outputs.apply(*out) if is_several else out
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         part = self.part
         if part.arrives:
             # A rank may get no row, or one: as a known size each of them would be compiled apart.
@@ -247,6 +253,31 @@ class _Region:
                 # With all that autograd saves: a checkpoint would run again what communicates.
                 self._forward = self._chain
                 logger.info(f"{part.name} is not compiled: {why}.")
+
+
+class _Outputs(torch.autograd.Function):
+    """What a region returns; nothing may read the gradient of some of it (the router's scores).
+
+    Autograd has plain zeros for that, where AOTAutograd (torch 2.15) insists on a DTensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.zeros = [_zeros_like(x) for x in outputs]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        pairs = zip(ctx.zeros, grads, strict=True)
+        return tuple(zeros() if grad is None else grad for zeros, grad in pairs)
+
+
+def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that makes zeros of the kind of ``x``; it holds no tensor."""
+    local, wrap = local_tensor(x), wrapping(x)
+    shape, dtype, device = local.shape, local.dtype, local.device
+    return lambda: wrap(torch.zeros(shape, dtype=dtype, device=device))
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,6 @@ class Peak(NamedTuple):
 class _Storage:
     kind: MemoryKind
     nbytes: int
-    made_at: int
-    """Count of the operations that had run."""
     ref: weakref.ref | None = None
     stream: int = 0
     """Whose pool of the allocator it lies in; 0 is the one that computes."""
@@ -117,12 +115,12 @@ class LiveBytes(TorchDispatchMode):
         optimizers: Those whose states to count.
         on_host: Kinds that do not lie on the device, beside offloaded activations; they are not in
             the sums.
-        compiled: Titan's ``compile.components``, of which ``reserved`` takes out what is fused.
+        compiled: Titan's ``compile.components``, of which peaks and ``reserved`` leave out what is
+            fused.
 
     Attributes:
         host_peak: The most bytes of offloaded activations.
-        unsharded: The most bytes of unsharded units and all-gather buffers.
-        phases: Every phase of the step with its own peak, in order.
+        phase: The one that runs.
         groups: Names of the process groups that communicated.
         events: Storages as they are made and freed, for ``plan.pools``.
         states_at, step_at: Where optimizer states and the step begin in ``events``.
@@ -137,7 +135,7 @@ class LiveBytes(TorchDispatchMode):
         compiled: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.phases: list[Peak] = []
+        self.phase = ""
         self.groups: set[str] = set()
         self.then: Callable[[Any, Any, Any, Any], None] = lambda *operation: None
         self._parts = parts
@@ -146,15 +144,14 @@ class LiveBytes(TorchDispatchMode):
         self._live: dict[int, _Storage] = {}
         self._full: set[int] = set()
         """Keys of storages that FSDP empties when it reshards, which no operation shows."""
-        self._by_kind: Counter[MemoryKind] = Counter()
-        self.unsharded = 0
-        self._now = 0
-        self._peak = (0, "", 0)  # bytes, phase, operations
-        self._died_since_peak: list[_Storage] = []
-        self._operations = 0
+        self._offloaded = 0
         self._depth = 0
         self._handles: list[Any] = []
         self.events: list[Event] = []
+        self._storages: dict[int, _Storage] = {}
+        """By their numbers in ``events``."""
+        self._begun: list[tuple[int, str]] = []
+        """Where each phase begins in ``events``."""
         self.compiled = frozenset(compiled)
         self._fusion = Fusion()
         self._split: set[str] = set()
@@ -177,19 +174,51 @@ class LiveBytes(TorchDispatchMode):
         """
         gradients = (p.grad for part in self._parts for p in part.parameters())
         self.own([x for x in gradients if x is not None], MemoryKind.GRADIENTS)
-        if not self.phases or self.phases[-1].phase != phase:
-            self.phases.append(Peak(0, phase, {}))
-        self._see_peak()
+        if self.phase != phase:
+            self._see_full()
+            self.phase = phase
+            self._begun.append((len(self.events), phase))
+
+    @property
+    def phases(self) -> list[Peak]:
+        """Every phase of the step with its own peak, in order.
+
+        By what each storage turned out to be.
+        """
+        edited = self._fusion.apply(self.events, self.compiled)
+        now, by_kind, left = 0, Counter[MemoryKind](), next(edited, None)
+        found: list[Peak] = []
+        ends = [at for at, _ in self._begun[1:]]
+        for (begin, phase), end in zip(self._begun, [*ends, len(self.events)], strict=True):
+            peak = None
+            while left is not None and left[0] < end:
+                at, (serial, _, nbytes) = left
+                if peak is None and at >= begin:
+                    peak = Peak(now, phase, dict(by_kind))
+                storage = self._storages[serial]
+                change = nbytes or -storage.nbytes
+                now += change
+                by_kind[storage.kind] += change
+                if peak is not None and now > peak.nbytes:
+                    peak = Peak(now, phase, dict(by_kind))
+                left = next(edited, None)
+            found.append(peak or Peak(now, phase, dict(by_kind)))
+        return found
 
     @property
     def peak(self) -> Peak:
-        """The peak of the step, by what each storage turned out to be."""
-        nbytes, phase, operations = self._peak
-        by_kind: Counter[MemoryKind] = Counter()
-        alive = (x for x in self._live.values() if x.made_at <= operations)
-        for storage in (*alive, *self._died_since_peak):
-            by_kind[storage.kind] += storage.nbytes
-        return Peak(nbytes, phase, dict(by_kind))
+        """The peak of the step."""
+        return max(self.phases, key=lambda phase: phase.nbytes)
+
+    @property
+    def unsharded(self) -> int:
+        """The most bytes of unsharded units and all-gather buffers."""
+        now = most = 0
+        for serial, _, nbytes in self.events:
+            if self._storages[serial].kind is MemoryKind.UNSHARDED:
+                now += nbytes or -self._storages[serial].nbytes
+                most = max(most, now)
+        return most
 
     @property
     def reserved(self) -> dict[int, int]:
@@ -199,7 +228,8 @@ class LiveBytes(TorchDispatchMode):
         """
         pools, at = Pools(), self.step_at
         parameters, states = self.events[: self.states_at], self.events[self.states_at : at]
-        step = self._fusion.apply(self.events, self.compiled)[at:]
+        edited = self._fusion.apply(self.events, self.compiled)
+        step = [event for index, event in edited if index >= at]
         # What a step leaves is freed before the next: both have the same numbers for storages.
         left = {event.storage: event._replace(nbytes=0) for event in step}
         for events in (parameters, step, states, left.values(), step, left.values(), step):
@@ -219,7 +249,7 @@ class LiveBytes(TorchDispatchMode):
 
     def never_made(self) -> set[int]:
         """Events of the storages that fusing leaves out, if all is compiled that can be."""
-        left = {event.storage for event in self._fusion.apply(self.events, COMPONENTS)}
+        left = {event.storage for _, event in self._fusion.apply(self.events, COMPONENTS)}
         return {event.storage for event in self.events} - left
 
     def own(self, tensors: Iterable[torch.Tensor], kind: MemoryKind) -> None:
@@ -259,7 +289,6 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        self._operations += 1
         read = []
         for tensor in tensors_in((args, kwargs)):
             storage = self._live.get(tensor.untyped_storage()._cdata)
@@ -278,11 +307,10 @@ class LiveBytes(TorchDispatchMode):
             self._fusion.see(func, region, at, in_backward=backward, read=read, made=made)
         if "c10d" in name:
             self.groups.update(group.group_name for group in groups_of(args))
-        self._see_peak()
 
     def region(self) -> str:
         """The module whose operations run, if it is one that a job can compile."""
-        *_, name = self.phases[-1].phase.split(" of ")
+        *_, name = self.phase.split(" of ")
         if not component_of(name) or (name in self._split and not self._piece):
             return ""
         return name + self._piece
@@ -290,7 +318,7 @@ class LiveBytes(TorchDispatchMode):
     def _kind_by_maker(self) -> MemoryKind:
         if (kind := fsdp_kind()) is not None:
             return kind
-        if self.phases[-1].phase == "loss":
+        if self.phase == "loss":
             return MemoryKind.LOSS
         return MemoryKind.EXACT if self._depth and not in_backward() else MemoryKind.TEMPORARY
 
@@ -306,19 +334,22 @@ class LiveBytes(TorchDispatchMode):
             # torch keeps a storage's Python object while it lives, so this tells of its end.
             ref = weakref.ref(untyped, lambda _: self._end(key))
             stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
-            return self._begin(key, _Storage(kind, nbytes, self._operations, ref, stream))
+            return self._begin(key, _Storage(kind, nbytes, ref, stream))
         return storage if storage.nbytes == nbytes else self._resize(key, nbytes)
 
     def _resize(self, key: int, nbytes: int) -> _Storage:
         old = self._end(key)
-        return self._begin(key, _Storage(old.kind, nbytes, self._operations, old.ref))
+        return self._begin(key, _Storage(old.kind, nbytes, old.ref))
 
     def _begin(self, key: int, storage: _Storage) -> _Storage:
         self._live[key] = storage
         if storage.nbytes and storage.kind not in self.on_host:
             storage.serial = len(self.events)
+            self._storages[storage.serial] = storage
             self.events.append(Event(storage.serial, storage.stream, storage.nbytes))
-        self._add(storage.kind, storage.nbytes)
+        if storage.kind is MemoryKind.OFFLOADED:
+            self._offloaded += storage.nbytes
+            self.host_peak = max(self.host_peak, self._offloaded)
         if storage.kind is MemoryKind.UNSHARDED and storage.nbytes:
             self._full.add(key)
         return storage
@@ -329,23 +360,16 @@ class LiveBytes(TorchDispatchMode):
         if storage.serial >= 0:
             self.events.append(Event(storage.serial, storage.stream, 0))
         if storage.kind is MemoryKind.EXACT and not in_backward():
-            self._turn_into(storage, MemoryKind.TEMPORARY)  # forward was over with it: not kept
-        self._add(storage.kind, -storage.nbytes)
-        if storage.made_at <= self._peak[2]:
-            self._died_since_peak.append(storage)
+            storage.kind = MemoryKind.TEMPORARY  # forward was over with it: not kept
+        if storage.kind is MemoryKind.OFFLOADED:
+            self._offloaded -= storage.nbytes
         return storage
 
     def _turn_into(self, storage: _Storage, kind: MemoryKind) -> None:
-        self._add(storage.kind, -storage.nbytes)
+        if kind in self.on_host and storage.serial >= 0:
+            self.events.append(Event(storage.serial, storage.stream, 0))
+            storage.serial = -1
         storage.kind = kind
-        self._add(storage.kind, storage.nbytes)
-
-    def _add(self, kind: MemoryKind, nbytes: int) -> None:
-        self._by_kind[kind] += nbytes
-        if kind not in self.on_host:
-            self._now += nbytes
-        elif kind is MemoryKind.OFFLOADED:
-            self.host_peak = max(self.host_peak, self._by_kind[kind])
 
     def _see_full(self) -> None:
         for key in list(self._full):
@@ -353,18 +377,6 @@ class LiveBytes(TorchDispatchMode):
             assert ref is not None
             if (untyped := ref()) is not None and untyped.nbytes() != self._live[key].nbytes:
                 self._resize(key, untyped.nbytes())
-
-    def _see_peak(self) -> None:
-        unsharded = self._by_kind[MemoryKind.UNSHARDED]
-        if self._now <= self.phases[-1].nbytes and unsharded <= self.unsharded:
-            return
-        self._see_full()
-        self.unsharded = max(self.unsharded, self._by_kind[MemoryKind.UNSHARDED])
-        if self._now > self.phases[-1].nbytes:
-            self.phases[-1] = Peak(self._now, self.phases[-1].phase, dict(self._by_kind))
-        if self._now > self._peak[0]:
-            self._peak = (self._now, self.phases[-1].phase, self._operations)
-            self._died_since_peak.clear()
 
     # -- phases
 

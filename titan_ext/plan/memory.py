@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def allowance(self) -> int:
-        """Bytes beside what lives; negative if compiled modules never make some of that."""
+        """Bytes beside what lives."""
         return self._allowance(self.peak)
 
     def _allowance(self, phase: Peak) -> int:
@@ -187,7 +187,9 @@ class MemoryPlan:
             on_host = " (on the host, not in the sum)" if kind in self.on_host else ""
             if (nbytes := _gib(self.peak.by_kind.get(kind, 0))) != "0.00":
                 yield f"{nbytes:>8}  {kind}{on_host}"
-        yield f"{_gib(self.peak.nbytes):>8}  sum: allocated"
+        compiled = self.job in (JobClass.LOSS, JobClass.BLOCKS)
+        fused = ", without what is fused" if compiled else ""
+        yield f"{_gib(self.peak.nbytes):>8}  sum: allocated{fused}"
         yield from self._reserved()
         if self.host_peak:
             ranks = self.ranks_per_node
@@ -199,11 +201,9 @@ class MemoryPlan:
     def _reserved(self) -> Iterator[str]:
         others = sum(n for stream, n in self.reserved.items() if stream)
         off_by = f"+-{BANDS[self.job]:.0%}"
-        compiled = self.job in (JobClass.LOSS, JobClass.BLOCKS)
-        fused = ", without what is fused" if compiled else ""
         yield (
             f"{_gib(sum(self.reserved.values())):>8}  reserved ({off_by}), of it {_gib(others)} in "
-            f"pools of other streams{fused}"
+            "pools of other streams"
         )
         yield (
             f"{_gib(self._fixed):>8}  assumed: {_gib(CONTEXT)} context and cuBLAS, "

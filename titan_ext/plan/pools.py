@@ -20,7 +20,7 @@ Inductor does not fuse, though it could, are not known here.
 
 import functools
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -195,13 +195,16 @@ class Fusion:
             for storage in made:
                 self._made[storage] = _Made(region, in_backward, tuple(read))
 
-    def apply(self, events: Sequence[Event], compiled: Collection[str]) -> list[Event]:
+    def apply(
+        self, events: Sequence[Event], compiled: Collection[str]
+    ) -> Iterator[tuple[int, Event]]:
         """``events`` without what is fused away, and with what is not kept freed early.
 
-        ``compiled`` are some of ``COMPONENTS``.
+        Each with the place in ``events`` where it happens. ``compiled`` are some of ``COMPONENTS``.
         """
         if not compiled:
-            return list(events)
+            yield from enumerate(events)
+            return
         end = {event.storage: at for at, event in enumerate(events) if not event.nbytes}
         gone, early = set(), {}
         for storage, made in self._made.items():
@@ -214,12 +217,10 @@ class Fusion:
             else:
                 early.setdefault(last, []).append(storage)
         freed = {storage for some in early.values() for storage in some}
-        edited = []
         for at, event in enumerate(events):
-            edited += [Event(storage, 0, 0) for storage in early.get(at, ())]
+            yield from ((at, Event(storage, 0, 0)) for storage in early.get(at, ()))
             if event.storage not in gone and (event.nbytes or event.storage not in freed):
-                edited.append(event)
-        return edited
+                yield at, event
 
     def _last_use(self, storage: int, made: _Made, end: dict[int, int]) -> int | None:
         """Place where it can be freed; -1 if it never exists; None if it is as in eager mode."""

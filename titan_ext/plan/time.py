@@ -283,7 +283,7 @@ class StepClock:
                     work.label.now.kernels[work.label.kernel] += work.ms + work.on_link_ms
 
     def _see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        phase = self._live.phases[-1].phase
+        phase = self._live.phase
         if phase != self._phase:
             if phase in ("start", "clip") or not self.passes:
                 self.passes.append(Pass())
