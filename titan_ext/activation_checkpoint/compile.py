@@ -7,11 +7,12 @@ units each module of a unit. All go through Titan's own ``apply_compile``, which
 flags and handles FlexAttention regions. The recompile limit is raised here, too.
 
 A block that exchanges order, or whose routed experts are an FSDP unit, is compiled in pieces
-(``_pieces``): attention with its norm, the norm of the experts, the router, the inner experts and
-the shared ones. The block's forward, ``MoE.forward`` and the token dispatcher stay eager, so halves
-pause there, shared experts run while tokens travel, and counts are read by the host. What passes
-between pieces is kept, so that no exchange runs again. Policy "full" keeps the input of the block
-alone: its checkpoint stays eager, around the pieces, and sends tokens again as in eager mode.
+(``_pieces``): attention with its norm, the norm of the experts, the router, the inner experts, what
+multiplies their outputs by scores (``make_pieces``), and the shared ones. The block's forward,
+``MoE.forward`` and the token dispatcher stay eager, so halves pause there, shared experts run while
+tokens travel, and counts are read by the host. What passes between pieces is kept, so that no
+exchange runs again. Policy "full" keeps the input of the block alone: its checkpoint stays eager,
+around the pieces, and sends tokens again as in eager mode.
 
 Other blocks are compiled whole, although tokens may travel in them: that holds fewer bytes, since
 nothing is kept between pieces, and equals stock's compiled blocks bit for bit.
@@ -26,8 +27,8 @@ whole backward, and recomputes only what it reads.
 A checkpoint saves its inputs, and a unit of Titan's blocks is a chain: norm -> attention (-> norm).
 So its main module runs the whole chain as one compiled function, and the other modules return their
 inputs. A trace of the block proves the chain (``_is_chain``). Where a block reads what a norm
-returns twice, or a hook does, each module is compiled and checkpointed by itself. No module is
-added or moved: parameters keep their names, FSDP its hooks, and the block its forward.
+returns twice, or a hook does, each module is compiled and checkpointed by itself. No module of the
+model is moved: parameters keep their names, FSDP its hooks, and the block its forward.
 
 Titan's load balancing halves the token counts of blocks wrapped in a checkpoint, because an eager
 recompute counts again. Compiled code does not count again, and nothing between pieces does, so only
@@ -78,7 +79,7 @@ from titan_ext.activation_checkpoint.partition import (
 )
 from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import local_tensor, parts_in, plain_tensors, wrapping
-from titan_ext.components.exchange import Inside
+from titan_ext.components.exchange import Inside, ScoreOutputs
 from titan_ext.fsdp.units import (
     BLOCK_KINDS,
     Unit,
@@ -88,9 +89,9 @@ from titan_ext.fsdp.units import (
     vision_modules,
 )
 
-# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed, for each of the six kinds
+# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed, for each of seven kinds
 # of pieces: Dynamo counts them as one function.
-_RECOMPILE_LIMIT = 12 * 6
+_RECOMPILE_LIMIT = 12 * 7
 # PREFER_SAVE is float8 to our partitioner, since torch's gives it no meaning (``partition``).
 _ANSWERS = {
     OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
@@ -318,6 +319,19 @@ def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
                     yield CompiledPart(block, name, {piece: part}, piece, pieces, arrives)
 
 
+def make_pieces(model: Decoder, units: Sequence[Unit]) -> None:
+    """Give blocks that will be compiled in pieces a module for what their dispatcher computes.
+
+    Call it after expert parallelism and what orders exchanges.
+    """
+    for block in model.layers.values():
+        for module in list(block.modules()) if in_pieces(block, units) else ():
+            dispatcher: Any = getattr(module, "token_dispatcher", None)
+            if hasattr(dispatcher, "score_outputs"):
+                dispatcher.score_outputs = ScoreOutputs()
+                module.add_module("score_outputs", dispatcher.score_outputs)
+
+
 def pieces_in(block: nn.Module) -> dict[str, nn.Module]:
     """The modules of ``block`` that run its pieces, by name; none if it is compiled as a whole."""
     found = {name: m for name, m in block.named_modules() if isinstance(m.forward, _Region)}
@@ -343,7 +357,8 @@ def _pieces(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, str]
     for child_name, child in module.named_children():
         if isinstance(child, Inside):  # a name for what the dispatcher does
             continue
-        of_experts = hasattr(module, "token_dispatcher") and isinstance(child, GroupedExperts)
+        travels = isinstance(child, (GroupedExperts, ScoreOutputs))
+        of_experts = hasattr(module, "token_dispatcher") and travels
         for piece, part, arrives in _pieces(join(name, child_name), child):
             yield piece, part, name if of_experts else arrives
 
@@ -518,9 +533,6 @@ def compile_units(
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
     found = {part.name: part for part in parts(model, units)}
-    for part in found.values():
-        if part.arrives:
-            _keep_outputs(part, policy)
     _compile(found, compile_config, parallel_dims, more)
     for name, tower in vision_modules(model).items():
         if hasattr(tower, "layers"):
@@ -528,16 +540,6 @@ def compile_units(
             blocks = {f"{name}.layers.{key}": block for key, block in layers.items()}
             of_tower = {key: CompiledPart(b, key, {"": b}, "") for key, b in blocks.items()}
             _compile(of_tower, compile_config, parallel_dims, more)
-
-
-def _keep_outputs(part: CompiledPart, policy: ActivationCheckpointing | None) -> None:
-    """Let the dispatcher beside ``part`` keep what comes back as ``policy`` keeps what arrives."""
-    dispatcher = cast(Any, part.block.get_submodule(part.arrives)).token_dispatcher
-    dispatcher.keeps_outputs = "narrow"
-    if isinstance(policy, FP8AC):
-        policies = policy.compiled_policies(part.block, part.block_name)
-        if Resolver(policies).resolve_input(part.arrives) is OpPolicy.SAVE_FLOAT8:
-            dispatcher.keeps_outputs = policy.codec
 
 
 def _compile(

@@ -15,7 +15,7 @@ shared experts while the experts' outputs travel back.
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import spmd_types as spmd
 import torch
@@ -38,14 +38,13 @@ from titan_ext.components.exchange import (
     Exchange,
     Finish,
     FinishSorted,
-    Scored,
+    ScoreOutputs,
     Select,
     Start,
     Turn,
 )
 from titan_ext.components.overlap import current_half, in_half, pause
 from titan_ext.components.rows import Hops, TokenRows
-from titan_ext.fp8 import Codec
 
 # Shape suffixes, as in torchtitan/models/common/moe.py. N = routed tokens of this rank (tokens x
 # top-k), R = routed tokens received by this rank's experts, D = model dimension. T = tokens, E =
@@ -70,9 +69,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     """Tokens on their way out, and gradients of what comes back (``exchange_in_float8``)."""
     sends_once: Hops | None = None
     """The hops of a token that goes to a rank or a node once (``exchange_once``)."""
-    keeps_outputs: Codec | Literal["narrow"] | None = None
-    """How backward keeps outputs of experts where no checkpoint is around ``combine``: stored by a
-    codec, or in their own dtype (``exchange.Scored``); None: as autograd does, in fp32."""
+    score_outputs: ScoreOutputs | None = None
+    """Multiplies outputs of experts by their scores, where that is compiled."""
     meter: Any = None
     """In steps that are logged: what measures waits for counts (``run.pace.Meter``)."""
     _dispatched: LocalDispatchMetadata | None = None
@@ -117,8 +115,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 self.shared_experts.run_ahead()
                 self._pause()
             return self.collect(turn, x_TD)
-        keeps = self.keeps_outputs and not spmd.is_type_checking()
-        if self._sends_scores or self.sends_once or keeps:
+        is_compiled = self.score_outputs is not None and not spmd.is_type_checking()
+        if self._sends_scores or self.sends_once or is_compiled:
             return self._add_up(routed_output_RD, metadata, x_TD)
         return super().combine(routed_output_RD, metadata, x_TD)
 
@@ -279,7 +277,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def _add_up(
         self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Titan's ``combine``, of outputs that have their scores or get them by ``Scored``."""
+        """Titan's ``combine``, of outputs that have their scores or get them in a piece."""
         routed_ND = routed_output_RD
         if isinstance(metadata, AllToAllDispatchMetadata):
             with maybe_set_sparse_mesh():
@@ -289,8 +287,8 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
                 )
             routed_ND = _on_this_mesh(routed_ND)
         if not (self._sends_scores or self.sends_once):
-            codec = None if self.keeps_outputs == "narrow" else self.keeps_outputs
-            routed_ND = Scored.apply(routed_ND, metadata.topk_scores_experts_sorted_N, codec)
+            assert self.score_outputs is not None
+            routed_ND = self.score_outputs(routed_ND, metadata.topk_scores_experts_sorted_N)
         index_ND = metadata.token_indices_experts_sorted_N.unsqueeze(-1).expand(-1, x_TD.shape[-1])
         return deterministic_scatter_add(torch.zeros_like(x_TD), index_ND, routed_ND)
 

@@ -28,15 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from titan_ext.fp8.codec import (
-    ALIGNMENT,
-    Codec,
-    Quantized,
-    codec_name,
-    default_codec,
-    dequantize,
-    quantize,
-)
+from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec
 
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
@@ -69,6 +61,17 @@ class Inside(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
+
+
+class ScoreOutputs(nn.Module):
+    """Outputs of experts ``(N, D)`` times their scores ``(N,)``, in fp32 and back, as Titan's.
+
+    A module of its own where blocks are compiled in pieces: one kernel each way, that keeps outputs
+    in their own dtype. Eager code writes, reads and keeps them in fp32, the largest of a block.
+    """
+
+    def forward(self, x_ND: torch.Tensor, scores_N: torch.Tensor) -> torch.Tensor:
+        return (x_ND.to(torch.float32) * scores_N.reshape(-1, 1)).to(x_ND.dtype)
 
 
 @dataclass(eq=False)
@@ -234,32 +237,6 @@ class AddUp(torch.autograd.Function):
         grad_scores_R = (grad_RD * x_RD.to(scores_R.dtype)).sum(1)
         torch.mul(grad_RD, scores_R.unsqueeze(1), out=grad_RD)
         return grad_RD, None, None, grad_scores_R
-
-
-class Scored(torch.autograd.Function):
-    """Outputs of experts ``(N, D)`` times their scores ``(N,)``, in fp32 and back.
-
-    As Titan's ``combine`` and its gradients, bit for bit. Autograd would keep the outputs in fp32,
-    the largest tensor of a block: 12 times the bytes of its input, with 6 experts a token. Here
-    they are kept in their own dtype, or as ``codec`` stores them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_ND: torch.Tensor, scores_N: torch.Tensor, codec: Codec | None
-    ) -> torch.Tensor:
-        ctx.codec = codec
-        ctx.save_for_backward(scores_N, *((x_ND,) if codec is None else quantize(x_ND, codec)))
-        return (x_ND.to(torch.float32) * scores_N.reshape(-1, 1)).to(x_ND.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
-        (scores_N, *kept), dtype = ctx.saved_tensors, grad_ND.dtype
-        x_ND = kept[0] if ctx.codec is None else dequantize(Quantized(*kept), ctx.codec, dtype)
-        grad_ND = grad_ND.to(torch.float32)
-        grad_scores_N = (grad_ND * x_ND.to(torch.float32)).sum(1).to(scores_N.dtype)
-        return (grad_ND * scores_N.reshape(-1, 1)).to(dtype), grad_scores_N, None
 
 
 def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torchtitan.distributed.full_dtensor import validate_config
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units
+from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units, make_pieces
 from titan_ext.base.agreement import leaves_files
 from titan_ext.base.op_cost import Nodes
 from titan_ext.base.titan.parallelism import context_mesh, keep_frozen
@@ -109,6 +109,8 @@ def apply_recipe(
 
     # Checkpoints inside of what is compiled: around it they would see one opaque operation.
     units, compiled = recipe.fsdp.decoder_units, recipe.compile
+    if compiled is not None:
+        make_pieces(model, units)
     policy = recipe.checkpointing.build(dump_folder)
     if policy is not None:
         checkpoint_blocks(model, policy, units, compiled=compiled is not None)
