@@ -194,6 +194,14 @@ def test_what_a_product_of_backward_reads_is_kept():
     assert 1 in _fused(*kept, (MM, "layers.0", True, [1], [3]))
 
 
+def test_what_backward_does_not_read_is_not_kept():
+    """An eager checkpoint keeps what its policy saves, whoever reads it."""
+    made, used = (MM, "layers.0", False, [], [1]), (MM, "layers.0", False, [1], [2])
+    then = (MM, "layers.0", False, [2], [3])
+    assert _edited(made, used, then)[2] == Event(1, 0, 0)
+    assert _edited(made, used, then, (MM, "layers.0", True, [1], [4]))[2] == Event(3, 0, 1)
+
+
 def test_what_backward_makes_again_is_held_until_its_last_product():
     block = "layers.0"
     made, again = (ADD, block, False, [], [1]), (ADD, block, True, [1], [4])

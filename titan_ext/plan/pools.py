@@ -12,7 +12,8 @@ partitioner (``torch/_functorch/partitioners.py``), applied to the operations th
 
 - what a fusible operation makes for fusible ones only is never in memory: they are one kernel;
 - what a fusible operation makes is not kept for backward if backward's fusible operations can make
-  it again, from tensors that are there anyway.
+  it again, from tensors that are there anyway;
+- what no operation of backward reads is not kept, though an eager checkpoint would keep it.
 
 Everything else stays, above all what products, attention and exchanges read and write. Kernels that
 Inductor does not fuse, though it could, are not known here.
@@ -161,6 +162,7 @@ class _Use(NamedTuple):
 @dataclass(slots=True)
 class _Made:
     region: str
+    is_fusible: bool
     in_backward: bool
     inputs: Sequence[int]
     uses: list[_Use] = field(default_factory=list)
@@ -174,7 +176,7 @@ class Fusion:
 
     def __init__(self) -> None:
         self._made: dict[int, _Made] = {}
-        """By fusible operations."""
+        """By operations that a compiler may change."""
 
     def see(
         self,
@@ -191,9 +193,9 @@ class Fusion:
         for storage in read:
             if (one := self._made.get(storage)) is not None:
                 one.uses.append(_Use(at, region, fusible, in_backward))
-        if fusible:
+        if fusible or (region and not in_backward and func.namespace == "aten"):
             for storage in made:
-                self._made[storage] = _Made(region, in_backward, tuple(read))
+                self._made[storage] = _Made(region, fusible, in_backward, tuple(read))
 
     def apply(
         self, events: Sequence[Event], compiled: Collection[str]
@@ -224,6 +226,9 @@ class Fusion:
 
     def _last_use(self, storage: int, made: _Made, end: dict[int, int]) -> int | None:
         """Place where it can be freed; -1 if it never exists; None if it is as in eager mode."""
+        if not made.is_fusible:
+            read_later = storage not in end or any(use.in_backward for use in made.uses)
+            return None if read_later or not made.uses else made.uses[-1].at + 1
         # Uses that a compiled region of its own would have: not those of its backward.
         here = [use for use in made.uses if made.in_backward or not use.in_backward]
         if storage not in end or any(use.region != made.region for use in here):
@@ -244,7 +249,7 @@ class Fusion:
         for storage in made.inputs:
             one = self._made.get(storage)
             if end.get(storage, at + 1) < at and not (
-                one is not None and self._can_be_made_again(one, at, end)
+                one is not None and one.is_fusible and self._can_be_made_again(one, at, end)
             ):
                 return False
         return True
