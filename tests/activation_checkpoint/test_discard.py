@@ -21,7 +21,6 @@ from titan_ext.activation_checkpoint import (
     BlockMemoryReport,
     OpPolicy,
     Rule,
-    block_graph,
     measure_block,
     presets,
 )
@@ -29,6 +28,7 @@ from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import READ_NO_VALUES
 from titan_ext.base.machines import MACHINES
 from titan_ext.components import overlap
+from titan_ext.plan import block_graph
 
 WIDTH = 8
 

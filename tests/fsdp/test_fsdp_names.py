@@ -12,7 +12,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.training import degrees, titan_config
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.cluster import RankError, run_ranks
-from titan_ext.base.op_cost import NVLINK_DOMAIN
+from titan_ext.base.nodes import NVLINK_DOMAIN
 from titan_ext.run import preflight
 from titan_ext.run.preflight import Link, check, judge_links, layout_warnings, pairs
 

@@ -5,7 +5,6 @@
 ``op_policies`` decides for each operation, by the names that ``locator`` gives them.
 ``blocks`` runs one block under them. ``discards`` proves that nothing reads what is discarded, and
 ``memory_report`` counts bytes. ``partition`` stores in float8 what ``compile`` compiles.
-``block_graph`` and ``solver`` find the table for a budget.
 """
 
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, memory_report_of

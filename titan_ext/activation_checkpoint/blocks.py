@@ -36,6 +36,7 @@ from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_effects import (
+    count_flops,
     draws,
     is_mutable,
     looks_up,
@@ -49,7 +50,6 @@ from titan_ext.activation_checkpoint.op_policies import (
     is_exchange,
 )
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
-from titan_ext.base.op_cost import count_flops
 from titan_ext.base.tensors import (
     has_values,
     is_plain,

@@ -24,7 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.base.messages import did_you_mean
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.fsdp.prefetch import PrefetchLimit
 from titan_ext.fsdp.settings import RESHARD_GROUPS, FSDPSettings

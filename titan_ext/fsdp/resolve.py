@@ -25,7 +25,7 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.auto import AUTO_FORWARD, check_reshard_groups, choose
 from titan_ext.fsdp.nf4 import find_frozen_linears
 from titan_ext.fsdp.plan import (

@@ -18,9 +18,8 @@ from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.activation_checkpoint.policy import FP8AC, Checkpointing, resolve_checkpointing
-from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.messages import Mistakes
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import RANKS_PER_NODE, Nodes
 from titan_ext.components.exchange_policy import Exchanges, resolve_exchanges
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from titan_ext.base.agreement import this_job
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import ranks_in_words
-from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.base.nodes import nvlink_domain, ranks_per_node
 from titan_ext.run.record import communication, versions
 from titan_ext.run.start import ranks_differ
 
