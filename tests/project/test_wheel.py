@@ -90,6 +90,7 @@ def test_training_imports_no_tool(installed: Path, tmp_path: Path):
     (package / "base" / "machines.py").unlink()
     code = (
         "import os, runpy, sys\n"
+        f"os.environ['TITAN_EXT_DATA'] = '{ROOT / '.data'}'\n"
         "names = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='localhost')\n"
         f"os.environ.update(names, MASTER_PORT='{free_port()}')\n"
         "sys.argv[1:] = '--module titan_ext --config moe_debug.toml --training.steps 1 '"

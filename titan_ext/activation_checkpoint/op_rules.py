@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from titan_ext.base.messages import BYTES, check_choice, did_you_mean, matches, parse_bytes
+from titan_ext.base.messages import BYTES, check_choice, did_you_mean, parse_bytes
+from titan_ext.fsdp.names import matches
 
 KEY = "activation_checkpoint"
 FIT = "fit"

@@ -35,7 +35,6 @@ from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
-from titan_ext.fsdp.resolve import wrong_divisor
 from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
 from titan_ext.fsdp.units import REPLICATE
 
@@ -456,10 +455,6 @@ def wrong_together(
                 tp > 1,
                 f"{said} parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors "
                 'to a smaller world). Use "always" or "never".',
-            ),
-            (
-                shards is not None and bool(shards % ranks),
-                wrong_divisor(key, ranks, shards or 1, "parameters are"),
             ),
         ]
     found = [message for is_wrong, message in rows if is_wrong]
