@@ -178,8 +178,6 @@ def test_a_budget_may_use_the_host(config: Loader, folder: Path):
         assert (policy.budget, policy.offload_limit, policy.offloads()) == ("", limit, bool(limit))
     use(run, {"policy": "none"})
     assert run.activation_checkpoint is None
-    with pytest.raises(ValueError, match=r"offload and offload_float8 do not run under"):
-        asked.check_compiled()
 
 
 def test_what_stops_the_solver_is_said(

@@ -398,6 +398,11 @@ def wrong_together(
             "Expected spmd_backend = 'spmd_types'.",
         ),
         (
+            compiled and isinstance(ac_config, FP8AC.Config) and ac_config.offloads(),
+            "activation_checkpoint.op_policies: offload and offload_float8 do not run under "
+            "torch.compile: expected save or save_float8, or compile.enable = false.",
+        ),
+        (
             bool(settings.expert_reduce_scatter) and pp > 1,
             f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
             "sums the gradients of its microbatches in float32 before FSDP sends them.",
