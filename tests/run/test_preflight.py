@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchtitan.config import ParallelismConfig
 
 from tests.helpers.cluster import RankError, run_ranks
 from titan_ext.base.nodes import NVLINK_DOMAIN
@@ -14,10 +15,7 @@ from titan_ext.run.preflight import Link, check, judge_links, layout_warnings, p
 
 
 def _layout(**degrees: int) -> Any:
-    names = ("tensor", "context", "pipeline", "expert")
-    found = {f"{name}_parallel_degree": 1 for name in names}
-    found |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
-    return SimpleNamespace(parallelism=SimpleNamespace(**(found | degrees)))
+    return SimpleNamespace(parallelism=ParallelismConfig(**degrees))
 
 
 def _check(differ: bool) -> list[str]:

@@ -25,7 +25,7 @@ from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import vision_modules
-from titan_ext.parallelize.limits import shard_axis, wrong_together
+from titan_ext.parallelize.limits import stage_dims, wrong_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,26 +116,13 @@ def check_names(
     policy = ac_config if isinstance(ac_config, FP8AC.Config) else FP8AC.Config()
     if not (of_units or {*policy.op_policies, *policy.exempt} - {"*"}):
         return
-    shards = shard_axis(parallelism)
-    ep, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
-    if shards is None or shards * tp % ep:
+    if (dims := stage_dims(parallelism)) is None:
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
     policy.check_names(built)
     if not of_units:
         return
-    cp, copies = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    dims = ParallelDims(
-        dp_replicate=copies,
-        dp_shard=shards // cp,
-        cp=cp,
-        tp=tp,
-        pp=1,
-        ep=ep,
-        world_size=copies * shards * tp,
-        spmd_backend=parallelism.spmd_backend,
-    )
     # The nodes of a job are known when it starts. They decide only what "auto" takes first, and it
     # takes units that have the names, if any have.
     nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)
