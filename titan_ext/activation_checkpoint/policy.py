@@ -14,9 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, EagerBlock, NoRecomputeBlock
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, EagerBlock
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, PolicyReport
+from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, BlockRecipe
 from titan_ext.activation_checkpoint.op_rules import (
     KEY,
