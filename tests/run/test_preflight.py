@@ -14,7 +14,7 @@ from titan_ext.run import preflight
 from titan_ext.run.preflight import Link, check, judge_links, layout_warnings, pairs
 
 
-def _layout(**degrees: int) -> Any:
+def _layout(**degrees: Any) -> Any:
     return SimpleNamespace(parallelism=ParallelismConfig(**degrees))
 
 

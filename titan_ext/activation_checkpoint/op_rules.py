@@ -168,7 +168,7 @@ def _parse(pattern: str, policy: str) -> Rule:
     return Rule(OpPolicy(policy), module, op, operand, int(occurrence))
 
 
-def check_names(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) -> None:
+def check_modules(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) -> None:
     """Raise ValueError for names of modules that the blocks of a model do not have.
 
     ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a

@@ -23,7 +23,7 @@ from titan_ext.activation_checkpoint.op_rules import (
     KEY,
     Budget,
     Rule,
-    check_names,
+    check_modules,
     check_releases,
     is_exempt,
     join,
@@ -175,10 +175,6 @@ class FP8AC(ActivationCheckpointing):
             solves = bool(self.budget and self.offload_limit)
             return solves or any(rule.policy.on_host for rule in self.rules())
 
-        def check_names(self, model: nn.Module) -> None:
-            """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
-            check_names(self.rules(), self.exempt, model)
-
         def check_exempt(self, blocks: int) -> None:
             """Raise ValueError if the policy asks for float8 and exempts every block of a model."""
             names = [f"layers.{index}" for index in range(blocks)]
@@ -208,11 +204,7 @@ class FP8AC(ActivationCheckpointing):
         self._config, self._decided = config, decided
         self.codec = default_codec()
         self.used_rules: set[Rule] = set()
-        self._policies: list[BlockPolicies] = []
-        # The last argument is asked later: which blocks there are is known once they are wrapped.
-        self.memory_report = PolicyReport(
-            self.codec, dump_folder, lambda: any(policies.rounds for policies in self._policies)
-        )
+        self.memory_report = PolicyReport(self.codec, dump_folder)
         self._locators: list[OpLocator] = []
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
@@ -237,8 +229,9 @@ class FP8AC(ActivationCheckpointing):
     def _policies_of(self, block: nn.Module, name: str) -> BlockPolicies:
         decided = self._decided.blocks if self._decided else {}
         recipe = decided.get(name) or block_recipe(block, self._config)
-        self._policies.append(block_policies(block, name, recipe))
-        return self._policies[-1]
+        policies = block_policies(block, name, recipe)
+        self.memory_report.policies.append(policies)
+        return policies
 
     # Private in Titan, but what its ``apply`` calls for each block, and its policies override.
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
@@ -270,7 +263,7 @@ class FP8AC(ActivationCheckpointing):
         if not self.memory_report.add(report):
             return
         for pattern, rule in zip(config.op_policies, config.rules(), strict=True):
-            if rule not in self.used_rules and self._policies[0].recipe.base != "autograd":
+            if rule not in self.used_rules and config.mode != "no_recompute":
                 logger.warning(
                     f"{KEY}.op_policies: {pattern!r} has no effect in these blocks: no operation "
                     "matches it, or an earlier pattern decides."
@@ -333,7 +326,7 @@ def resolve_checkpointing(
                 f"{KEY}.score_before_last_gemm: this model was not built for it; call "
                 "titan_ext.components.early_scores.use_early_scores on its spec first."
             )
-        config.check_names(model)
+        check_modules(config.rules(), config.exempt, model)
         blocks = {
             name: block_recipe(block, config, exchanges)
             for name, block in checkpointed_blocks(model)

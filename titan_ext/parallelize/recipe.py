@@ -17,6 +17,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.activation_checkpoint.op_rules import check_modules
 from titan_ext.activation_checkpoint.policy import FP8AC, Checkpointing, resolve_checkpointing
 from titan_ext.base.messages import Mistakes
 from titan_ext.base.nodes import RANKS_PER_NODE, Nodes
@@ -120,7 +121,7 @@ def check_names(
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
-    policy.check_names(built)
+    check_modules(policy.rules(), policy.exempt, built)
     if not of_units:
         return
     # The nodes of a job are known when it starts. They decide only what "auto" takes first, and it
