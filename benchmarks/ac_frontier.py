@@ -48,15 +48,15 @@ _MARKERS = {
 def frontier(model_name: str, ep: int, *, early: bool = False) -> dict[str, Any]:
     """Points ``[MiB, ms]`` of policies and of curves; one layout in a process."""
     from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.activation_checkpoint.solver import BlockKind, BudgetTooSmallError, solve
     from titan_ext.base import no_accelerator
     from titan_ext.base.machines import MACHINES
     from titan_ext.components.early_scores import use_early_scores
     from titan_ext.components.exchange_policy import Exchanges
     from titan_ext.config_registry.resolve import resolve
+    from titan_ext.plan.budget import TracedBlocks
     from titan_ext.plan.dry_run import dry_run
+    from titan_ext.plan.solver import BlockKind, BudgetTooSmallError, solve
     from titan_ext.plan.stand_ins import as_rank
-    from titan_ext.run.budget import TracedBlocks
 
     flags = ["--training.local_batch_size", "1", "--training.seq_len", "4096"]
     flags += ["--training.disable_cuda_graphs"]  # as EP's standard dispatcher needs it

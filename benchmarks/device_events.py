@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from titan_ext.base.op_cost import kernel_class
+from titan_ext.plan.op_cost import kernel_class
 
 Interval = tuple[float, float]
 

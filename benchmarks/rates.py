@@ -42,7 +42,7 @@ from torchtitan.tools.utils import has_cuda_capability
 from benchmarks.device_events import events_of, kernel_ms
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import MACHINES, Machine, machine_toml
-from titan_ext.base.op_cost import collective_ms, op_cost
+from titan_ext.plan.op_cost import collective_ms, op_cost
 
 RATES = {
     "elementwise and copies": ("memory", "launch"),

@@ -21,14 +21,15 @@ from titan_ext.activation_checkpoint import (
     BlockMemoryReport,
     OpPolicy,
     Rule,
-    block_graph,
     measure_block,
     presets,
 )
 from titan_ext.activation_checkpoint.locator import OpLocator
+from titan_ext.activation_checkpoint.memory_report import PolicyReport
 from titan_ext.activation_checkpoint.op_effects import READ_NO_VALUES
 from titan_ext.base.machines import MACHINES
 from titan_ext.components import overlap
+from titan_ext.plan import block_graph
 
 WIDTH = 8
 
@@ -288,7 +289,7 @@ WRITES: dict[str, _Use] = {
 @pytest.fixture(autouse=True)
 def _float8_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a report that has none is an error."""
-    monkeypatch.setattr(FP8AC, "_wants_float8", lambda self: False)
+    monkeypatch.setattr(PolicyReport, "check", lambda self, rows: None)
 
 
 def _config(**policies: str) -> FP8AC.Config:

@@ -30,6 +30,7 @@ from titan_ext.activation_checkpoint import (
 )
 from titan_ext.activation_checkpoint.blocks import _Call
 from titan_ext.activation_checkpoint.locator import OpLocator
+from titan_ext.activation_checkpoint.memory_report import PolicyReport
 from titan_ext.fp8 import Codec
 from titan_ext.fp8.saved_tensors import StoredEntry
 
@@ -387,7 +388,7 @@ def test_exempt_layers_and_modules_are_exact():
 def test_fp32_copies_of_bf16_are_kept_as_bf16():
     """Without a loss: with everything else exact, the gradients are those of no policy."""
     exact = Config(mode="no_recompute", op_policies={"*": "save", "input": "save_float8"})
-    with unittest.mock.patch.object(FP8AC, "_wants_float8", return_value=False):
+    with unittest.mock.patch.object(PolicyReport, "check"):
         report = measure_block(_block(), _input(), None, None, config=exact)
         ours = _gradients(exact)
     narrowed = [row for row in report.stored if row.treatment == "exact: as bfloat16"]

@@ -20,7 +20,7 @@ def _decide() -> tuple:
     import torch.distributed as dist
     from torchtitan.config import CompileConfig, TrainingConfig
 
-    from titan_ext.base.op_cost import Nodes
+    from titan_ext.base.nodes import Nodes
     from titan_ext.parallelize.keys import ParallelismConfig
     from titan_ext.parallelize.recipe import resolve
 

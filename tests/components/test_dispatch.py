@@ -17,7 +17,7 @@ from torchtitan.protocols import BaseModel
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import degrees, titan_config
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
     use_functional_all_to_all,

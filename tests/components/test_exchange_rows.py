@@ -20,7 +20,7 @@ from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from tests.helpers.cluster import RankError, run_ranks
 from tests.helpers.training import Run, Runs, degrees, observed, titan_config, train
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.exchange import Inside
 from titan_ext.components.exchange_policy import ranks_of_token, resolve_exchanges

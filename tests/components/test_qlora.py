@@ -37,7 +37,7 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
     from torchtitan.components.checkpointer.utils import canonical_fqn
 
     from titan_ext.base import no_accelerator
-    from titan_ext.fsdp.nf4 import find_frozen_linears
+    from titan_ext.fsdp.names import find_frozen_linears
 
     config: Any = make_config(run, folder)
     if not rounded:

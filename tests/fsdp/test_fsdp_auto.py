@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.training import degrees, titan_config
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.auto import AUTO_BACKWARD, Choice, choose
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings

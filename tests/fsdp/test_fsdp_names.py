@@ -12,12 +12,12 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.common.decoder import Decoder
 
 from tests.helpers.training import degrees, titan_config
-from titan_ext.base.op_cost import Nodes
-from titan_ext.fsdp.nf4 import find_frozen_linears
+from titan_ext.base.nodes import Nodes
+from titan_ext.fsdp.names import find_frozen_linears, find_replicated
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
-from titan_ext.fsdp.units import find_replicated, plan_units, replicated_by_unit, units_without
+from titan_ext.fsdp.units import plan_units, replicated_by_unit, units_without
 
 
 def _model(name: str = "deepseek_v3", *, lora: bool = False) -> Decoder:

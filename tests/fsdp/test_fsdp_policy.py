@@ -15,7 +15,7 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from tests.helpers.toml_files import DEBUG
 from tests.helpers.training import degrees, titan_config
 from titan_ext.api import build_decoder
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.prefetch import PrefetchLimit, parse_prefetch_limit
 from titan_ext.fsdp.resolve import resolve_sharding

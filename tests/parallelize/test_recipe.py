@@ -14,7 +14,7 @@ from torchtitan.tools import utils as titan_utils
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.units import param_groups
 from titan_ext.parallelize import passes

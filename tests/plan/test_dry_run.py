@@ -26,11 +26,12 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import MACHINES
 from titan_ext.base.messages import without_phases
-from titan_ext.base.op_cost import group_ms, nvlink_domain, ranks_per_node
+from titan_ext.base.nodes import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import is_plain
 from titan_ext.config_registry.commands import main
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.op_cost import group_ms
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank, use_stand_ins
 from titan_ext.toml.files import shipped_configs
 

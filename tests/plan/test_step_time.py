@@ -22,9 +22,9 @@ from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
 from titan_ext.activation_checkpoint import memory_report_of
 from titan_ext.base.machines import KINDS, MACHINES, machine_toml
-from titan_ext.base.op_cost import collective_ms, op_cost
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.live import LiveBytes, MemoryKind
+from titan_ext.plan.op_cost import collective_ms, op_cost
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank
 from titan_ext.plan.time import (

@@ -9,7 +9,7 @@ from tests.matrix.rows import AXES, FEATURES, REFUSED, rows
 from tests.matrix.table import DOCUMENT, document
 from tests.verify.search import toml_of
 from titan_ext.base import no_accelerator
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.plan.verify.small import decisions, differences, layout_of, make_small, why_not
 

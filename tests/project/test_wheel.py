@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import PATIENCE_S
+from titan_ext.plan.verify.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {"train_configs": "train_configs", "launch": "launch_scripts"}
@@ -78,6 +79,27 @@ def test_the_wheel_is_used_from_another_folder(installed: Path, tmp_path: Path):
     printed = _python(installed, tmp_path, str(installed / "bin" / "titan_ext"), "show")
     assert "moe_debug" in printed
     assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_training_imports_no_tool(installed: Path, tmp_path: Path):
+    """Without the folders of the commands that plan and prove a job, it trains."""
+    package = tmp_path / "titan_ext"
+    shutil.copytree(installed / "titan_ext", package)
+    for tool in (package / "plan", package / "verify"):
+        shutil.rmtree(tool, ignore_errors=True)
+    (package / "base" / "machines.py").unlink()
+    code = (
+        "import os, runpy, sys\n"
+        f"os.environ['TITAN_EXT_DATA'] = '{ROOT / '.data'}'\n"
+        "names = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='1', MASTER_ADDR='localhost')\n"
+        f"os.environ.update(names, MASTER_PORT='{free_port()}')\n"
+        "sys.argv[1:] = '--module titan_ext --config moe_debug.toml --training.steps 1 '"
+        "'--training.seq_len 32 --training.local_batch_size 1 --checkpoint.no-enable '"
+        "'--parallelism.expert_parallel_degree 1 activation_checkpoint:fp8'.split()\n"
+        "runpy.run_module('torchtitan.train', run_name='__main__')\n"
+        "print(len([name for name in sys.modules if name.startswith('titan_ext.')]))"
+    )
+    assert int(_python(tmp_path, tmp_path, "-c", code).split()[-1]) > 50
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, make_corpus
 from titan_ext.config_registry.resolve import load
-from titan_ext.run import budget as activation_budget
+from titan_ext.plan.budget import _Blocks
 from titan_ext.run.budget import FOLDER, ActivationBudget, solve_elsewhere, use
 
 BUDGET = 4 * 2**20
@@ -149,7 +149,7 @@ def test_fit_is_the_memory_of_the_device_or_what_is_said(
 
 
 def test_as_many_forwards_are_paid_as_wait_at_once():
-    blocks = activation_budget._Blocks("layers.0", torch.nn.Identity(), ())
+    blocks = _Blocks("layers.0", torch.nn.Identity(), ())
 
     def forward() -> torch.Tensor:
         out = torch.ones(2, requires_grad=True) * 1
@@ -178,8 +178,6 @@ def test_a_budget_may_use_the_host(config: Loader, folder: Path):
         assert (policy.budget, policy.offload_limit, policy.offloads()) == ("", limit, bool(limit))
     use(run, {"policy": "none"})
     assert run.activation_checkpoint is None
-    with pytest.raises(ValueError, match=r"offload and offload_float8 do not run under"):
-        asked.check_compiled()
 
 
 def test_what_stops_the_solver_is_said(

@@ -6,18 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torchtitan.config import ParallelismConfig
 
 from tests.helpers.cluster import RankError, run_ranks
-from titan_ext.base.op_cost import NVLINK_DOMAIN
+from titan_ext.base.nodes import NVLINK_DOMAIN
 from titan_ext.run import preflight
 from titan_ext.run.preflight import Link, check, judge_links, layout_warnings, pairs
 
 
-def _layout(**degrees: int) -> Any:
-    names = ("tensor", "context", "pipeline", "expert")
-    found = {f"{name}_parallel_degree": 1 for name in names}
-    found |= {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1}
-    return SimpleNamespace(parallelism=SimpleNamespace(**(found | degrees)))
+def _layout(**degrees: Any) -> Any:
+    return SimpleNamespace(parallelism=ParallelismConfig(**degrees))
 
 
 def _check(differ: bool) -> list[str]:

@@ -34,10 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import titan_ext
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, patched, planned_config
-from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import tensors_in
 from titan_ext.fp8 import offload, saved_tensors
 from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.op_cost import groups_of, moves_nothing
 from titan_ext.plan.stand_ins import as_rank
 
 Clock = dict[Hashable, int]

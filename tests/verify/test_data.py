@@ -151,7 +151,7 @@ SAYS = {
 
 def _looks(folder: Path) -> dict[str, str]:
     """What is said of each case, by name."""
-    from titan_ext.base.op_cost import Nodes
+    from titan_ext.base.nodes import Nodes
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.verify import data
     from titan_ext.plan.verify.ranks import RunError
@@ -187,7 +187,7 @@ def _looks(folder: Path) -> dict[str, str]:
 
 def _commands(folder: Path) -> list[tuple[bool, list[str], str]]:
     """What the command makes of a fault: is it right, what is not verified, and what is printed."""
-    from titan_ext.base.op_cost import Nodes
+    from titan_ext.base.nodes import Nodes
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.config_registry.verify import Verify
     from titan_ext.plan.verify.small import layout_of

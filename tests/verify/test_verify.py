@@ -34,7 +34,7 @@ from tests.verify.faults import (
     RESUMES,
     lost_scores,
 )
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.plan.verify.small import (
     Layout,
     decisions,
@@ -116,7 +116,7 @@ IDLE = '# routing: idle\nextends = "moe_debug.toml"\n'
 
 def _small(path: str, flags: tuple[str, ...], ranks: int) -> Any:
     from titan_ext.base import no_accelerator
-    from titan_ext.base.op_cost import Nodes
+    from titan_ext.base.nodes import Nodes
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.verify.small import layout_of, make_small
 
@@ -431,7 +431,7 @@ SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
 
 
 def _decided(name: str) -> tuple[Layout, Layout | None, list[str], int]:
-    from titan_ext.base.op_cost import Nodes
+    from titan_ext.base.nodes import Nodes
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.verify.small import (
         decisions,

@@ -3,9 +3,9 @@
 
 ``policy`` is the configuration and the entry point. ``op_rules`` reads the rules of a table, and
 ``op_policies`` decides for each operation, by the names that ``locator`` gives them.
-``blocks`` runs one block under them. ``discards`` proves that nothing reads what is discarded, and
-``memory_report`` counts bytes. ``partition`` stores in float8 what ``compile`` compiles.
-``block_graph`` and ``solver`` find the table for a budget.
+``blocks`` runs one block under them, ``no_recompute`` one of which nothing runs again. ``discards``
+proves that nothing reads what is discarded, and ``memory_report`` counts bytes. ``partition``
+stores in float8 what ``compile`` compiles.
 """
 
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, memory_report_of

@@ -11,15 +11,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import torch
 import torch.nn as nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     _RECOMPUTE,
@@ -36,9 +32,9 @@ from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_effects import (
+    count_flops,
     draws,
     is_mutable,
-    looks_up,
     must_write,
     op_name,
 )
@@ -49,15 +45,11 @@ from titan_ext.activation_checkpoint.op_policies import (
     is_exchange,
 )
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
-from titan_ext.base.op_cost import count_flops
 from titan_ext.base.tensors import (
     has_values,
     is_plain,
-    local_tensor,
     may_wrap,
-    plain_tensors,
     storage_ids,
-    storages_of,
 )
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.offload import HostGroup, Offload
@@ -67,7 +59,6 @@ _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _INPUT = OpLocation("", INPUT)
 _REGION = "inductor_compiled_code"
-_KNOWN = ("titan_ext", "torchtitan")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -208,7 +199,7 @@ class _Call:
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
             if is_choice and policy.keeps:
-                _refuse_inner_checkpoint(self.outer, str(self._location), self._policies.name)
+                refuse_inner_checkpoint(self.outer, str(self._location), self._policies.name)
             if is_mutable(func) and must_write(func, out, discarded=policy is OpPolicy.DISCARD):
                 if is_choice and policy.keeps:
                     self._refuse_choice_in_place()
@@ -396,7 +387,7 @@ def _innermost_pack() -> Any:
     return pack
 
 
-def _refuse_inner_checkpoint(outer: int, choice: str, block: str) -> None:
+def refuse_inner_checkpoint(outer: int, choice: str, block: str) -> None:
     """Raise ValueError if a checkpoint is open inside of that with the id ``outer``.
 
     It would choose again.
@@ -429,150 +420,3 @@ def _reason(location: OpLocation) -> str:
     if location.op == "aten.topk":
         return "routing"
     return "attention" if "attention" in location.module.split(".") else "by policy"
-
-
-# torch's base class takes the wrapper's name out of the names of parameters and of state dicts.
-class NoRecomputeBlock(ActivationWrapper):
-    """A block in mode "no_recompute": what autograd saves in it goes through the store.
-
-    It lacks ``checkpoint_impl``, by which Titan recognises blocks that count their tokens twice.
-
-    Some fp32 tensors are copies of bf16 values, and we keep them as bf16, without loss. For
-    example, Titan multiplies the routed experts' outputs by their scores in fp32, and autograd
-    saves the fp32 copy. A dispatch mode notes such copies during the forward; it compares no
-    values.
-
-    A copy may have changed unnoticed: a kernel that writes to its address leaves no trace. So we
-    trust a copy only if one function of Titan's or ours makes it and has it saved, with no other
-    module in between. Then no user code has run on it. All other copies stay in fp32.
-    """
-
-    def __init__(self, module: nn.Module, block: EagerBlock) -> None:
-        super().__init__(module)
-        self._block = block
-        # Casts of weights, by storage, in one autocast context: it caches them over forwards.
-        self._casts: dict[int, StorageWeakRef] = {}
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module, block = self._checkpoint_wrapped_module, self._block
-        if not torch.is_grad_enabled():
-            return module(*args, **kwargs)
-        entries: list[Any] = []
-        block.locator.begin(with_operands=False)
-        for storage in [key for key, ref in self._casts.items() if ref.expired()]:
-            del self._casts[storage]
-        values = _SavedValues(block, self._casts)
-        group = block.host_group()
-
-        def pack(x: torch.Tensor) -> Any:
-            name = block.locator.module
-            policy, reason = block.policies.module_policy(name)
-            if not self._casts.keys().isdisjoint(storage_ids(x)):
-                policy, reason = OpPolicy.SAVE, "cast weight"
-            host = group if policy.on_host else None
-            narrow = values.source_dtype(x)
-            if narrow is not None:
-                entry = _narrowed(x, narrow, name or ROOT, host)
-            else:
-                entry = block.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
-            if not block.is_reported:
-                entries.append(entry)
-            return entry
-
-        with values, torch.autograd.graph.saved_tensors_hooks(pack, restore):
-            out = module(*args, **kwargs)
-        if not block.is_reported:
-            block.report(entries)
-        return out
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """An fp32 copy as it was made; the weak reference stops torch from reusing its address."""
-
-    storage: StorageWeakRef
-    view: tuple[Any, ...]
-    source_dtype: torch.dtype
-    made_by: tuple[Any, ...]
-
-
-class _SavedValues(TorchDispatchMode):
-    """Active during a forward; knows copies of narrower tensors."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, as of torch's modes of checkpoints: under any other mode Dynamo compiles nothing.
-
-        FlexAttention would then make all its scores.
-        """
-        return True
-
-    def __init__(self, block: EagerBlock, casts: dict[int, StorageWeakRef]) -> None:
-        super().__init__()
-        self._locator, self._policies, self._store = block.locator, block.policies, block.store
-        self._casts = casts
-        self._copies: dict[int, _Copy] = {}
-
-    def source_dtype(self, x: torch.Tensor) -> torch.dtype | None:
-        """The narrower dtype of ``x`` if it surely is an unchanged copy.
-
-        Only the hook that packs ``x`` may call this, directly.
-        """
-        if not is_plain(x) or x.dtype is not torch.float32 or x._version:
-            return None
-        copy = self._copies.get(x.untyped_storage()._cdata)
-        if copy is None or copy.view != _view(x) or copy.made_by != self._who(sys._getframe(2)):
-            return None
-        return copy.source_dtype
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if self._policies.keeps_choice(func, args, kwargs or {}, out):
-            _refuse_inner_checkpoint(0, str(func), self._policies.name)
-        if looks_up(func, args, out) and self._store.float8_nbytes(local_tensor(args[0])):
-            self._policies.check_looked_up(self._locator.locate(func, args))
-        if func is _TO_COPY and self._store.is_module_state(args[0]):
-            refs = (StorageWeakRef(part.untyped_storage()) for part in plain_tensors(out))
-            self._casts |= {ref.cdata: ref for ref in refs}
-        if (
-            func is _TO_COPY
-            and is_plain(out)
-            and out.dtype is torch.float32
-            and args[0].dtype in (torch.bfloat16, torch.float16)
-            and (made_by := self._who(sys._getframe(1))) is not None
-        ):
-            storage = out.untyped_storage()
-            weak = StorageWeakRef(storage)
-            self._copies[storage._cdata] = _Copy(weak, _view(out), args[0].dtype, made_by)
-        return out
-
-    def _who(self, frame: FrameType | None) -> tuple[Any, ...] | None:
-        """The running function and its position between modules; None if the code is not known."""
-        code = _code(frame)
-        return code and (code, self._locator.module, len(self._locator.left))
-
-
-def _narrowed(
-    x: torch.Tensor, dtype: torch.dtype, name: str, host: HostGroup | None
-) -> StoredEntry:
-    """``x`` in fp32, kept in the dtype that it was copied from; it comes back bit for bit."""
-    treatment, wide = f"exact: as {str(dtype).removeprefix('torch.')}", x.dtype
-    entry = StoredEntry.of(treatment, (x.detach().to(dtype),), lambda value: value.to(wide), host)
-    entry.name, entry.original = name, storages_of(x)
-    return entry
-
-
-def _view(x: torch.Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.storage_offset()
-
-
-def _code(frame: FrameType | None) -> CodeType | None:
-    """The innermost function outside torch from ``frame`` on, if it is Titan's or ours."""
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package != "torch" and frame.f_code.co_name != "__torch_dispatch__":
-            return frame.f_code if package in _KNOWN else None
-        frame = frame.f_back
-    return None

@@ -68,7 +68,6 @@ _HARMLESS_FUNCTIONS = (
     "torch.distributed.tensor._api",
     "torch.distributed.tensor._redistribute",
     "torch.nn.modules._functions.BackwardHookFunction",
-    "titan_ext.plan.stand_ins.",
 )
 # And those that compute a GEMM inside and save its operands, not its result.
 _GEMM_FUNCTIONS = ("torchao.", "torchtitan.distributed.linear")
@@ -391,7 +390,9 @@ def _custom_function(node: Any, known: tuple[str, ...]) -> str:
         return f"{node.name()}, a custom autograd Function in C++"
     # Torch makes a class of nodes for each Function; this names the Function's own class.
     function = getattr(node, "_forward_cls", None)  # of Python's Functions
-    if function is None or f"{function.__module__}.{function.__qualname__}".startswith(known):
+    if function is None or getattr(function, "is_stand_in", False):  # of a dry run, for a kernel
+        return ""
+    if f"{function.__module__}.{function.__qualname__}".startswith(known):
         return ""
     return f"{function.__name__}, a custom autograd Function"
 

@@ -9,7 +9,7 @@ get; those bytes are per token.
 import itertools
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.tools.logging import logger
 
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies
 from titan_ext.activation_checkpoint.op_rules import KEY, OpPolicy
 from titan_ext.activation_checkpoint.partition import Saved
 from titan_ext.fp8 import Codec, MemoryRow, MemoryRows, memory_rows
@@ -158,16 +159,17 @@ class PolicyReport(MemoryReport):
 
     Attributes:
         names: The blocks that will be in it.
+        policies: Of all blocks, compiled ones too.
         is_compiled: Whether there are compiled blocks, whose ``graphs`` it has instead.
     """
 
-    def __init__(self, codec: Codec, dump_folder: str, wants_float8: Callable[[], bool]) -> None:
-        """``dump_folder`` is "" for none; ``wants_float8``: True if the policy asks for float8."""
+    def __init__(self, codec: Codec, dump_folder: str) -> None:
+        """``dump_folder`` is "" for none."""
         super().__init__()
         self._codec = codec
         self._folder = Path(dump_folder) / KEY if dump_folder else None
-        self._wants_float8 = wants_float8
         self.names: list[str] = []
+        self.policies: list[BlockPolicies] = []
         self.is_compiled = False
         self.graphs: list[list[GraphRow]] = []
 
@@ -220,7 +222,8 @@ class PolicyReport(MemoryReport):
         "memory"), or all is small, as in a small copy of a job, the log says that all is exact.
         """
         kept = sorted({row.treatment for row in rows})
-        if self._wants_float8() and not any(kind.startswith("float8") for kind in kept):
+        wants_float8 = any(policies.rounds for policies in self.policies)
+        if wants_float8 and not any(kind.startswith("float8") for kind in kept):
             if kept and not any(kind.startswith(_COULD_NOT) for kind in kept):
                 logger.info(f"{KEY}: of these blocks the policy keeps nothing in float8.")
                 return

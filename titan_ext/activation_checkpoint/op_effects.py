@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Effects of operations: the values that they read, and those that they write to.
+"""Effects of operations: the values that they read, those that they write to, and their FLOPs.
 
 One table, for runs and for plans. ``tests/activation_checkpoint/test_discard.py`` compares it with
 torch's derivatives.
@@ -7,11 +7,14 @@ torch's derivatives.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.base.tensors import PACKED, tensors_in
+from titan_ext.base.tensors import PACKED, local_tensor, tensors_in
 
 READ_NO_VALUES = frozenset(
     """
@@ -179,3 +182,28 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     return tensors_in(
         [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     )
+
+
+_fused: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable
+_fused_backward: Any = torch.ops.aten._scaled_dot_product_fused_attention_overrideable_backward
+ATTENTION: dict[Any, Callable[..., int]] = {
+    _fused: lambda q, k, v, *_: sdpa_flop_count(q, k, v),
+    _fused_backward: lambda grad, q, k, v, *_: sdpa_backward_flop_count(grad, q, k, v),
+}
+"""Attention as one operation, which torch's registry does not know."""
+
+
+def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet is torch.ops.aten._grouped_mm:
+        a, b = local_tensor(args[0]), local_tensor(args[1])
+        return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # torch has no formula for it
+    if packet in ATTENTION:
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        return ATTENTION[packet](*(local_tensor(x).shape for x in tensors))
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
+    return int(formula(*local[0], **local[1], out_val=local[2]))

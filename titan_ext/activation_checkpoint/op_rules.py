@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 
-from titan_ext.base.messages import BYTES, check_choice, did_you_mean, matches, parse_bytes
+from titan_ext.base.messages import BYTES, check_choice, did_you_mean, parse_bytes
+from titan_ext.fsdp.names import matches
 
 KEY = "activation_checkpoint"
 FIT = "fit"
@@ -167,7 +168,7 @@ def _parse(pattern: str, policy: str) -> Rule:
     return Rule(OpPolicy(policy), module, op, operand, int(occurrence))
 
 
-def check_names(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) -> None:
+def check_modules(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module) -> None:
     """Raise ValueError for names of modules that the blocks of a model do not have.
 
     ``model`` is the decoder, or the chunk of a pipeline stage. Modules that its blocks lack (a

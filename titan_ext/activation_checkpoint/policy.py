@@ -6,25 +6,24 @@ Titan builds it from its config and applies it to a model, like its own policies
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 import torch
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, EagerBlock, NoRecomputeBlock
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, EagerBlock
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, PolicyReport
+from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, BlockRecipe
 from titan_ext.activation_checkpoint.op_rules import (
     KEY,
     Budget,
     Rule,
-    check_names,
+    check_modules,
     check_releases,
     is_exempt,
     join,
@@ -176,18 +175,6 @@ class FP8AC(ActivationCheckpointing):
             solves = bool(self.budget and self.offload_limit)
             return solves or any(rule.policy.on_host for rule in self.rules())
 
-        def check_compiled(self) -> None:
-            """Raise ValueError for a key that asks for what compiled code cannot do."""
-            if self.offloads():
-                raise ValueError(
-                    f"{KEY}.op_policies: offload and offload_float8 do not run under "
-                    "torch.compile: expected save or save_float8, or compile.enable = false."
-                )
-
-        def check_names(self, model: nn.Module) -> None:
-            """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
-            check_names(self.rules(), self.exempt, model)
-
         def check_exempt(self, blocks: int) -> None:
             """Raise ValueError if the policy asks for float8 and exempts every block of a model."""
             names = [f"layers.{index}" for index in range(blocks)]
@@ -210,22 +197,14 @@ class FP8AC(ActivationCheckpointing):
         config: "FP8AC.Config",
         dump_folder: str = "",
         *,
-        recipes: Mapping[str, BlockRecipe] = MappingProxyType({}),
+        decided: "Checkpointing | None" = None,
     ) -> None:
-        """``recipes``: what each block keeps, by its name; of others by their own structure."""
+        """``decided``: what a recipe has; without one ``prepare`` decides by the blocks alone."""
         super().__init__(config, dump_folder)
-        if config.budget:
-            raise ValueError(
-                f"{KEY}.budget is {config.budget!r}; only a run of titan_ext's trainer solves for "
-                f"one. Expected the {KEY}.op_policies that titan_ext dry-run --activations finds "
-                "for it."
-            )
-        self._config = config
-        self._recipes = recipes
+        self._config, self._decided = config, decided
         self.codec = default_codec()
         self.used_rules: set[Rule] = set()
-        # The last argument is asked later: which blocks there are is known once they are wrapped.
-        self.memory_report = PolicyReport(self.codec, dump_folder, lambda: self._wants_float8())
+        self.memory_report = PolicyReport(self.codec, dump_folder)
         self._locators: list[OpLocator] = []
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
@@ -233,48 +212,42 @@ class FP8AC(ActivationCheckpointing):
 
     def apply(self, model: nn.Module) -> None:
         """Wrap every transformer block of ``model``, in place: the decoder first, then towers."""
-        if not self._names:
-            self.prepare(model)
+        self.prepare(model)
         super().apply(model)
 
     def prepare(self, model: nn.Module) -> None:
-        """Raise ValueError if a name in ``op_policies`` or ``exempt`` is not in ``model``."""
-        config = self._config
+        """Decide for ``model``, unless a recipe has; see ``resolve_checkpointing``."""
+        self._decided = self._decided or resolve_checkpointing(model, self._config)
         self._names = {block: name for name, block in checkpointed_blocks(model)}
-        if config.score_before_last_gemm and not has_early_scores(model):
-            raise ValueError(
-                f"{KEY}.score_before_last_gemm: this model was not built for it; call "
-                "titan_ext.components.early_scores.use_early_scores on its spec first."
-            )
-        config.check_names(model)
         model.__dict__["_memory_report"] = self.memory_report
 
     def compiled_policies(self, block: nn.Module, name: str) -> BlockPolicies:
         """The policies for a block that is compiled (see ``compile``)."""
-        self._config.check_compiled()
         self.memory_report.is_compiled = True
         return self._policies_of(block, name)
 
     def _policies_of(self, block: nn.Module, name: str) -> BlockPolicies:
-        if name not in self._recipes:
-            return self._config.policies_of(block, name)
-        return block_policies(block, name, self._recipes[name])
+        decided = self._decided.blocks if self._decided else {}
+        recipe = decided.get(name) or block_recipe(block, self._config)
+        policies = block_policies(block, name, recipe)
+        self.memory_report.policies.append(policies)
+        return policies
 
     # Private in Titan, but what its ``apply`` calls for each block, and its policies override.
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         name = self._names.get(module) or base_fqn or "block"
         self.memory_report.names.append(name)
-        config = self._config
+        config, policies = self._config, self._policies_of(module, name)
         locator = OpLocator(module)
         self._locators.append(locator)
         common: dict[str, Any] = {
-            "policies": self._policies_of(module, name),
+            "policies": policies,
             "store": SavedTensorStore(self.codec, modules=[module]),
             "locator": locator,
             "offload": self._offload,
             "on_report": self._take_report,
         }
-        if config.mode == "no_recompute":
+        if policies.recipe.base == "autograd":
             return NoRecomputeBlock(module, EagerBlock(**common))
         options = {
             "preserve_rng_state": config.preserve_rng_state,
@@ -296,13 +269,6 @@ class FP8AC(ActivationCheckpointing):
                     "matches it, or an earlier pattern decides."
                 )
         self.memory_report.check(self.memory_report.rows())
-
-    def _wants_float8(self) -> bool:
-        config = self._config
-        names = self.memory_report.names
-        if names and all(is_exempt(config.exempt, name, "") for name in names):
-            return False
-        return config.wants_float8()
 
 
 class SelectiveACWithoutAllToAll(SelectiveAC):
@@ -331,24 +297,42 @@ class Checkpointing:
         if self.policy is None:
             return None
         if isinstance(self.policy, FP8AC.Config):
-            return self.policy.build(dump_folder=dump_folder, recipes=self.blocks)
+            return self.policy.build(dump_folder=dump_folder, decided=self)
         if self.resends:
             return SelectiveACWithoutAllToAll(self.policy, dump_folder)
         return self.policy.build(dump_folder=dump_folder)
 
 
 def resolve_checkpointing(
-    model: Decoder, config: ActivationCheckpointing.Config | None, exchanges: Exchanges
+    model: nn.Module,
+    config: ActivationCheckpointing.Config | None,
+    exchanges: Exchanges | None = None,
 ) -> Checkpointing:
-    """Decide what the blocks of ``model`` keep; it stays as it is."""
+    """Decide what the blocks of ``model`` keep; it stays as it is.
+
+    ``exchanges`` are as ``presets.block_recipe`` takes them. Raises ValueError for what a block
+    cannot do, a budget that nobody has solved for, and names that are not in ``model``.
+    """
     blocks: dict[str, BlockRecipe] = {}
     if isinstance(config, FP8AC.Config):
+        if config.budget:
+            raise ValueError(
+                f"{KEY}.budget is {config.budget!r}; only a run of titan_ext's trainer solves for "
+                f"one. Expected the {KEY}.op_policies that titan_ext dry-run --activations finds "
+                "for it."
+            )
+        if config.score_before_last_gemm and not has_early_scores(model):
+            raise ValueError(
+                f"{KEY}.score_before_last_gemm: this model was not built for it; call "
+                "titan_ext.components.early_scores.use_early_scores on its spec first."
+            )
+        check_modules(config.rules(), config.exempt, model)
         blocks = {
             name: block_recipe(block, config, exchanges)
             for name, block in checkpointed_blocks(model)
         }
     # A subclass of Titan's decides by itself, and the recipes of ours have decided.
-    resends = type(config) is SelectiveAC.Config and not exchanges.saved
+    resends = type(config) is SelectiveAC.Config and bool(exchanges and not exchanges.saved)
     return Checkpointing(policy=config, resends=resends, blocks=blocks)
 
 

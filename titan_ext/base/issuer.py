@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who issues an operation, from the Python stack, so that neither torch nor Titan is patched."""
+"""Who issues an operation, from the Python stack, so that neither torch nor Titan is patched; and
+what kind of collective it is."""
 
 import inspect
 import os
@@ -41,3 +42,11 @@ def _code_of(function: Any) -> CodeType:
 # FSDP2 decorates its methods (_fsdp_common.py); the frame that runs is of what is inside.
 _UNIT_METHODS = (_code_of(FSDPParamGroup.unshard), _code_of(FSDPParamGroup.post_backward))
 _MODULE_CALL = _code_of(nn.Module._call_impl)
+
+COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+
+
+def collective_kind(name: str) -> str:
+    """One of ``COLLECTIVES``, by any name that torch has for it; others by their own."""
+    words = name.lower().replace("_", "")
+    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in words), name.lower())

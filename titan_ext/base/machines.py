@@ -17,16 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from titan_ext.base.messages import Mistakes, did_you_mean
+from titan_ext.base.nodes import RANKS_PER_NODE
 
 KINDS = (
     *("codec", "grouped GEMM", "attention", "GEMM", "copies", "elementwise"),
     *("exchanges", "gathers", "reductions", "collectives"),
 )
-"""Kinds that have factors of their own: kernels by ``op_cost.kernel_class``, messages by use."""
+"""Kinds that have factors of their own: kernels by ``kernel_class``, messages by use."""
 MEMORY = {"h100": "79GiB", "h200": "139GiB", "b200": "178GiB", "mi300x": "191GiB"}
 """Memory that torch finds on one, about: what a plan has where nobody says how much there is."""
-RANKS_PER_NODE = 8
-"""GPUs of a node where no machine is named."""
 
 
 @dataclass(frozen=True, kw_only=True)

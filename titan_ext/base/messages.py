@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Names and messages: the nearest valid name, lists cut short, globs, units.
+"""Names and messages: the nearest valid name, lists cut short, units.
 
 Mistakes of users are at the end: all of them at once, and no traceback. A mistake is a ValueError
 that titan_ext or Titan raises on purpose. Most are raised in ``toml`` (keys and values of a
@@ -7,7 +7,6 @@ file) and ``limits`` (what does not go together).
 """
 
 import contextlib
-import functools
 import json
 import linecache
 import os
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextvars import ContextVar
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from itertools import chain
 from types import TracebackType
 from typing import Any
@@ -45,16 +43,6 @@ def and_more(names: Collection[object], limit: int = 5) -> str:
     shown = ", ".join(str(name) for name in list(names)[:limit])
     rest = len(names) - limit
     return f"{shown} and {rest} more" if rest > 0 else shown
-
-
-@functools.lru_cache(2**16)
-def matches(name: str, pattern: str) -> bool:
-    """True if the glob ``pattern`` matches ``name``, or a module that ``name`` lies in.
-
-    ``layers.0.moe.router.gate.weight`` is matched by ``*.router`` and by ``layers.0``.
-    """
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts) + 1))
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:

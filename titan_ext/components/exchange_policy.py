@@ -16,7 +16,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.protocols.module import Module
 
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.base.titan.parallelism import has_experts
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher

@@ -123,7 +123,7 @@ class Check:
     """MiB that two ranks send each other at a time."""
 
     def run(self, flags: list[str]) -> None:
-        from titan_ext.base.op_cost import NVLINK_DOMAIN
+        from titan_ext.base.nodes import NVLINK_DOMAIN
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.run import preflight
 

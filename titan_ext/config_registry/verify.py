@@ -167,7 +167,7 @@ class Verify:
     def _small(self, flags: list[str]) -> "SmallJob":
         from titan_ext.activation_checkpoint.op_rules import has_budget
         from titan_ext.base import no_accelerator
-        from titan_ext.base.op_cost import Nodes
+        from titan_ext.base.nodes import Nodes
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.stand_ins import as_rank

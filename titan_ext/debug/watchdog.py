@@ -33,8 +33,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
-from titan_ext.base.issuer import issuer
-from titan_ext.base.op_cost import collective_kind
+from titan_ext.base.issuer import collective_kind, issuer
 from titan_ext.base.run_check import RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import in_backward
 from titan_ext.debug.hang_report import Note

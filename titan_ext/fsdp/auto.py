@@ -15,7 +15,6 @@ these do not wait for all-gathers (a second communicator: 0.5 to 0.7 GiB with NC
 others report; not measured here).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,12 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
-from titan_ext.base.messages import did_you_mean
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.parallelism import has_experts
+from titan_ext.fsdp.names import unknown_units
 from titan_ext.fsdp.prefetch import PrefetchLimit
-from titan_ext.fsdp.settings import RESHARD_GROUPS, FSDPSettings
-from titan_ext.fsdp.units import Unit, Wrap, plan_units
+from titan_ext.fsdp.settings import FSDPSettings
+from titan_ext.fsdp.units import Wrap, plan_units
 
 AUTO_FORWARD = PrefetchLimit(units=1)
 AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
@@ -97,7 +96,7 @@ def choose(
     named = (
         choice
         for choice in candidates
-        if may_be_elsewhere or not _unknown_names(settings, plan_units(model, choice.wrap))
+        if may_be_elsewhere or not unknown_units(settings, plan_units(model, choice.wrap))
     )
     choice = next(named, candidates[-1])
     reasons = [f'auto is "{choice.wrap}"'] if settings.wrap == "auto" else []
@@ -112,20 +111,3 @@ def choose(
         )
     why = f"{', '.join(reasons)} (EP {ep}, experts' shards {where})" if reasons else ""
     return replace(choice, why=why)
-
-
-def check_reshard_groups(settings: FSDPSettings, units: Sequence[Unit]) -> None:
-    """Raise ValueError for a name in ``fsdp_reshard_groups`` that matches none of ``units``."""
-    for name in _unknown_names(settings, units):
-        kinds = list(dict.fromkeys(unit.kind_name for unit in units))
-        known = [*kinds, *(unit.name for unit in units)]
-        raise ValueError(
-            f"{RESHARD_GROUPS}: no unit of this model is called {name!r}; expected a kind "
-            f"of unit ({', '.join(kinds)}) or a pattern for names such as "
-            f"{units[len(units) // 2].name}{did_you_mean(name, known)}"
-        )
-
-
-def _unknown_names(settings: FSDPSettings, units: Sequence[Unit]) -> list[str]:
-    groups = settings.reshard_groups
-    return [name for name in groups if not any(unit.is_named(name) for unit in units)]

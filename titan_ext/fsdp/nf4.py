@@ -7,94 +7,18 @@ they were initialised or loaded in full precision. All scales of a weight share 
 weight is gathered, quantized whole and cut again.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torchao.quantization import NF4Tensor, to_nf4
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.messages import did_you_mean, matches
 from titan_ext.base.tensors import Layout
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN
 from titan_ext.fsdp.units import before_first_forward
-
-# to_nf4's defaults for block_size and scaler_block_size; a shard has to hold whole blocks, as
-# torchao splits each inner tensor by itself (nf4_split in its nf4_tensor.py).
-_BLOCK = 64 * 256  # elements whose scales have one scale of their own
-
-
-def find_frozen_linears(
-    model: nn.Module,
-    patterns: Sequence[str],
-    *,
-    shard_world: int,
-    is_chunk: bool,
-    replicated: Collection[str] = (),
-) -> list[str]:
-    """Names of the linears whose frozen weights ``parallelism.fsdp_quantize_frozen`` quantizes.
-
-    Args:
-        model: A decoder, before FSDP, its parameters frozen or not.
-        patterns: For names of modules. "*" means every frozen linear in the blocks that can be
-            cut, except routers and replicated linears.
-        shard_world: Ranks that dense parameters are sharded over.
-        is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
-        replicated: Names of the modules that ``parallelism.fsdp_replicate`` keeps whole.
-
-    Raises:
-        ValueError: for a model or a pattern without a frozen linear, or a weight that cannot be
-            cut.
-    """
-    if shard_world == 1:
-        raise ValueError(
-            f"{QUANTIZE_FROZEN} needs an axis to shard over: over one rank torch copies a "
-            "parameter and skips the all-gather that NF4 brings. Expected "
-            "parallelism.data_parallel_shard_degree > 1."
-        )
-    frozen = {
-        canonical_fqn(path): module.weight
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not module.weight.requires_grad
-    }
-    if not frozen and not is_chunk:
-        raise ValueError(
-            f"{QUANTIZE_FROZEN} quantizes frozen linears, and this model has none; expected LoRA "
-            "adapters (docs/lora.md), which freeze the others, or a config without this key."
-        )
-    named = [pattern for pattern in patterns if pattern != "*"]
-    for pattern in () if is_chunk else named:
-        if not any(matches(path, pattern) for path in frozen):
-            raise ValueError(
-                f"{QUANTIZE_FROZEN}: this model has no frozen linear {pattern!r}"
-                f"{did_you_mean(pattern, frozen)}"
-            )
-    chosen = {path for path in frozen if any(matches(path, pattern) for pattern in named)}
-    for path in sorted(chosen):
-        if path in replicated:
-            raise ValueError(
-                f"{QUANTIZE_FROZEN}: {path} is replicated by parallelism.fsdp_replicate; a "
-                "linear can be one or the other."
-            )
-        if not _can_be_cut(frozen[path], shard_world):
-            raise ValueError(
-                f"{QUANTIZE_FROZEN}: {path}.weight has {frozen[path].numel()} elements; "
-                f"{shard_world} ranks need equal rows and a multiple of "
-                f"{_BLOCK * shard_world} (NF4's blocks)."
-            )
-    if "*" in patterns:
-        chosen |= {
-            path
-            for path, weight in frozen.items()
-            if path.startswith(("layers.", "mtp_layers."))
-            and ".router." not in path
-            and path not in replicated
-            and _can_be_cut(weight, shard_world)
-        }
-    return [path for path in frozen if path in chosen]
 
 
 def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
@@ -121,11 +45,6 @@ def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
     if modules:
         before_first_forward(model, quantize)
         model.register_forward_pre_hook(refuse_trainable, prepend=True)
-
-
-def _can_be_cut(weight: torch.Tensor, shard_world: int) -> bool:
-    rows, columns = weight.shape
-    return rows % shard_world == 0 and rows * columns % (_BLOCK * shard_world) == 0
 
 
 @torch.no_grad()

@@ -25,9 +25,14 @@ from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
 
-from titan_ext.base.op_cost import Nodes
-from titan_ext.fsdp.auto import AUTO_FORWARD, check_reshard_groups, choose
-from titan_ext.fsdp.nf4 import find_frozen_linears
+from titan_ext.base.nodes import Nodes
+from titan_ext.fsdp.auto import AUTO_FORWARD, choose
+from titan_ext.fsdp.names import (
+    check_reshard_groups,
+    find_frozen_linears,
+    find_ignored,
+    find_replicated,
+)
 from titan_ext.fsdp.plan import (
     FSDPPlan,
     GroupKind,
@@ -49,8 +54,6 @@ from titan_ext.fsdp.units import (
     BLOCK_KINDS,
     Unit,
     UnitKind,
-    find_ignored,
-    find_replicated,
     innermost_first,
     plan_units,
     replicated_by_unit,
@@ -127,15 +130,6 @@ def resolve_sharding(
     )
 
 
-def wrong_divisor(key: str, ranks: int, world: int, what_is: str) -> str:
-    """The message for a number of ranks that does not divide ``world``."""
-    fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-    return (
-        f"{key} is {ranks}, the number of ranks over which to reshard, but {what_is} sharded "
-        f"over {world}; expected one of {fitting}."
-    )
-
-
 @dataclass(frozen=True)
 class _Job:
     """Arguments that the functions below share."""
@@ -205,9 +199,12 @@ def _reshard_of(of: _Job, unit: UnitPlan, *, on_model_axis: bool) -> bool | int:
                 f'{unit.name}. Give it "always" or "never" in {RESHARD_GROUPS}.'
             )
         for group in unit.groups:
-            if group.shard_world % value:
-                message = wrong_divisor(key, value, group.shard_world, f"{unit.name} is")
-                raise ValueError(message)
+            if (world := group.shard_world) % value:
+                fitting = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+                raise ValueError(
+                    f"{key} is {value}, the number of ranks over which to reshard, but "
+                    f"{unit.name} is sharded over {world}; expected one of {fitting}."
+                )
             if any(param.shard_dim for param in group.params):
                 raise ValueError(
                     f"{key} is {value}, a number of ranks. FSDP2 reshards only dim 0 to a "

@@ -14,7 +14,7 @@ from torchtitan.distributed.fsdp import apply_fsdp_to_vision_encoder, enable_fsd
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.collectives import set_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward

@@ -22,7 +22,7 @@ and the placement that checkpoints and gradient clipping see.
 names its modules instead of holding them, because those passes may wrap them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -32,10 +32,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.models.common.decoder import Decoder
-
-from titan_ext.base.messages import did_you_mean, matches
 
 REPLICATE = "parallelism.fsdp_replicate"
 Wrap = Literal["submodule", "experts", "block"]
@@ -55,8 +52,6 @@ _ATTENTION_CHILDREN = (
 )
 _FFN_CHILDREN = ("ffn_norm", "moe", "feed_forward", "post_ffn_norm", "mtp_norm")
 _VISION_MODULES = ("vision_encoder", "vision_adapter")
-_REPLICATED_KINDS = ("router", "norms", "adapters")
-_ADAPTERS = ("lora_a", "lora_b")
 
 
 class UnitKind(StrEnum):
@@ -157,19 +152,6 @@ def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in found.items() if module is not None}
 
 
-def modules_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Name, module, and full names of its own parameters, for each module that has some.
-
-    Vision towers are left out: Titan shards each as one unit.
-    """
-    towers = tuple(f"{name}." for name in vision_modules(model))
-    for path, module in model.named_modules():
-        path = canonical_fqn(path)
-        params = [name for name, _ in module.named_parameters(path, recurse=False)]
-        if params and not f"{path}.".startswith(towers or ("\0",)):
-            yield path, module, params
-
-
 def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     """Split a Titan decoder into FSDP units, in the order in which they first run.
 
@@ -214,60 +196,6 @@ _AnyUnit = TypeVar("_AnyUnit", bound=Unit)
 def innermost_first(units: Sequence[_AnyUnit]) -> list[_AnyUnit]:
     """The order for ``fully_shard``: inner units first, an outer one gets the rest."""
     return sorted(units, key=lambda unit: -unit.name.count("."))
-
-
-def find_replicated(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> list[str]:
-    """The modules whose own parameters ``parallelism.fsdp_replicate`` keeps whole.
-
-    Args:
-        names: "router", "norms", "adapters", or patterns for names of modules or parameters.
-        is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
-
-    Returns:
-        Their names, in forward order. torch shards or replicates a module's own parameters
-        together.
-
-    Raises:
-        ValueError: for a name that is not in the model, or what torch cannot replicate.
-    """
-    replicated: list[str] = []
-    used: set[str] = set()
-    for path, module, params in modules_with_parameters(model):
-        found = {param: _names_for(path, module, param, names) for param in params}
-        used.update(name for some in found.values() for name in some)
-        if not any(found.values()):
-            continue
-        if not all(found.values()):
-            missing = next(param for param, some in found.items() if not some)
-            raise ValueError(
-                f"{REPLICATE}: {path} also has {missing.rsplit('.', 1)[-1]}, which no name in it "
-                "matches; torch replicates or shards the parameters of one module together. "
-                f"Expected {path!r}."
-            )
-        replicated.append(path)
-    _check_names(model, () if is_chunk else names, used)
-    _check_modules(model, replicated)
-    return replicated
-
-
-def find_ignored(
-    model: nn.Module, names: Sequence[str], *, is_chunk: bool
-) -> dict[str, nn.Parameter]:
-    """The parameters whose name, or that of a module around them, matches one of ``names``.
-
-    Raises:
-        ValueError: for a name that is not in the model.
-    """
-    found = {
-        name: module.get_parameter(name.rsplit(".", 1)[-1])
-        for _, module, params in modules_with_parameters(model)
-        for name in params
-        if any(matches(name, pattern) for pattern in names)
-    }
-    for pattern in () if is_chunk else names:
-        if not any(matches(name, pattern) for name in found):
-            raise ValueError(f"ignored: this model has no parameter {pattern!r}.")
-    return found
 
 
 def units_without(
@@ -347,44 +275,3 @@ def _present(parent: nn.Module, path: str, children: Sequence[str]) -> tuple[str
     """Full names of those ``children`` that ``parent``, which is at ``path``, has."""
     prefix = f"{path}." if path else ""
     return tuple(prefix + name for name in children if getattr(parent, name, None) is not None)
-
-
-def _names_for(path: str, module: nn.Module, param: str, names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that mean the parameter ``param`` of the module at ``path``."""
-    parts = path.split(".")
-    kinds = {
-        "router": "router" in parts,
-        "norms": isinstance(module, nn.RMSNorm | nn.LayerNorm),
-        "adapters": parts[-1] in _ADAPTERS,
-    }
-    return [name for name in names if (kinds[name] if name in kinds else matches(param, name))]
-
-
-def _check_names(model: Decoder, names: Sequence[str], used: set[str]) -> None:
-    for name in names:
-        if name in used:
-            continue
-        paths = [path for path, _, _ in modules_with_parameters(model)]
-        parents = {".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)}
-        raise ValueError(
-            f"{REPLICATE}: this model has no {name!r}; expected {', '.join(_REPLICATED_KINDS)}, or "
-            f"a pattern for names of modules or parameters such as {paths[len(paths) // 2]}"
-            f"{did_you_mean(name, [*_REPLICATED_KINDS, *sorted(parents)])}"
-        )
-
-
-def _check_modules(model: Decoder, replicated: Sequence[str]) -> None:
-    modules = {path: model.get_submodule(path) for path in replicated}
-    inside = {id(p) for module in modules.values() for p in module.parameters(recurse=False)}
-    for path, module in modules.items():
-        is_head = path.split(".")[0] == "lm_head"
-        if is_head or (path == "tok_embeddings" and model.enable_weight_tying):
-            raise ValueError(
-                f"{REPLICATE}: {path} cannot be replicated: TorchTitan's chunked loss tells the "
-                "head when to reshard, which torch allows only for sharded parameters."
-            )
-        if any(id(param) not in inside for param in module.parameters()):
-            raise ValueError(
-                f"{REPLICATE}: {path} cannot be replicated without the modules inside it; expected "
-                f'"{path}.*" as well, or its children only.'
-            )

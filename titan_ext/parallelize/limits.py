@@ -5,11 +5,13 @@ Titan meets most of them on the ranks: as a bare assertion, a division by zero, 
 ``wrong_together`` has the keys of ours that do not go together, a row each.
 """
 
+import contextlib
 import functools
 import math
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
@@ -35,7 +38,6 @@ from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
 from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
-from titan_ext.fsdp.resolve import wrong_divisor
 from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
 from titan_ext.fsdp.units import REPLICATE
 
@@ -357,7 +359,7 @@ def wrong_together(
     ``model``, ``ac_config`` and ``loss`` are configs, None where they are not known.
     """
     backend, ep, tp = of.spmd_backend, of.expert_parallel_degree, of.tensor_parallel_degree
-    wrap, cp, shards = settings.wrap, of.context_parallel_degree, shard_axis(of)
+    wrap, cp, dims = settings.wrap, of.context_parallel_degree, stage_dims(of)
     replicates, copies = bool(settings.replicate), of.data_parallel_replicate_degree
     quantizes, pp = bool(settings.quantize_frozen), of.pipeline_parallel_degree
     rows = [
@@ -399,6 +401,11 @@ def wrong_together(
             "Expected spmd_backend = 'spmd_types'.",
         ),
         (
+            compiled and isinstance(ac_config, FP8AC.Config) and ac_config.offloads(),
+            "activation_checkpoint.op_policies: offload and offload_float8 do not run under "
+            "torch.compile: expected save or save_float8, or compile.enable = false.",
+        ),
+        (
             bool(settings.expert_reduce_scatter) and pp > 1,
             f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
             "sums the gradients of its microbatches in float32 before FSDP sends them.",
@@ -435,7 +442,7 @@ def wrong_together(
                 "collective carries the experts and the parameters around them.",
             ),
             (
-                of_experts and shards is not None and shards * tp // max(ep, 1) <= 1,
+                of_experts and dims is not None and dims.dp_shard * cp * tp // ep <= 1,
                 f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree "
                 f"= {ep} each rank holds its experts whole. Expected a smaller degree, or "
                 "a config without this key.",
@@ -457,10 +464,6 @@ def wrong_together(
                 f"{said} parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors "
                 'to a smaller world). Use "always" or "never".',
             ),
-            (
-                shards is not None and bool(shards % ranks),
-                wrong_divisor(key, ranks, shards or 1, "parameters are"),
-            ),
         ]
     found = [message for is_wrong, message in rows if is_wrong]
     found += wrong_schedule(settings, of, loss=loss, ac_config=ac_config, compiled=compiled)
@@ -473,18 +476,14 @@ def _has(model: Decoder.Config | None, kind: type) -> bool:
     return model is not None and any(True for _ in model.traverse(kind))
 
 
-def shard_axis(parallelism: ParallelismConfig) -> int | None:
-    """Ranks that dense parameters are sharded over; None if not known yet."""
-    shard = parallelism.data_parallel_shard_degree
-    cp = parallelism.context_parallel_degree
-    if shard > 0:
-        return shard * cp
-    # torchrun sets it; without it a degree of -1 has no value yet.
-    if "WORLD_SIZE" not in os.environ:
-        return None
-    others = (
-        parallelism.data_parallel_replicate_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
-    )
-    return max(int(os.environ["WORLD_SIZE"]) // others, 1)
+def stage_dims(of: ParallelismConfig) -> ParallelDims | None:
+    """The degrees of a pipeline stage; None if the ranks are not known yet, or no degrees fit."""
+    inner = of.context_parallel_degree * of.tensor_parallel_degree
+    world = of.data_parallel_replicate_degree * of.data_parallel_shard_degree * inner
+    if of.data_parallel_shard_degree < 0:
+        # torchrun sets it; without it a degree of -1 has no value yet.
+        world = int(os.environ.get("WORLD_SIZE", 0)) // of.pipeline_parallel_degree
+    with contextlib.suppress(AssertionError):  # of Titan's check
+        dims = ParallelDims.from_config(replace(of, pipeline_parallel_degree=1), world)
+        return dims if dims.dp_shard * inner % dims.ep == 0 else None
+    return None

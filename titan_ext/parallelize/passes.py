@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units, make_pieces
 from titan_ext.base.agreement import leaves_files
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.parallelism import context_mesh, keep_frozen
 from titan_ext.components.dispatch import exchange_in_float8
 from titan_ext.components.float8_linears import make_scales_together

@@ -17,16 +17,16 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.activation_checkpoint.op_rules import check_modules
 from titan_ext.activation_checkpoint.policy import FP8AC, Checkpointing, resolve_checkpointing
-from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.messages import Mistakes
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import RANKS_PER_NODE, Nodes
 from titan_ext.components.exchange_policy import Exchanges, resolve_exchanges
 from titan_ext.fsdp.plan import FSDPPlan
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import vision_modules
-from titan_ext.parallelize.limits import shard_axis, wrong_together
+from titan_ext.parallelize.limits import stage_dims, wrong_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,26 +117,13 @@ def check_names(
     policy = ac_config if isinstance(ac_config, FP8AC.Config) else FP8AC.Config()
     if not (of_units or {*policy.op_policies, *policy.exempt} - {"*"}):
         return
-    shards = shard_axis(parallelism)
-    ep, tp = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
-    if shards is None or shards * tp % ep:
+    if (dims := stage_dims(parallelism)) is None:
         return
     with torch.device("meta"):
         built = cast(Decoder, model.build())
-    policy.check_names(built)
+    check_modules(policy.rules(), policy.exempt, built)
     if not of_units:
         return
-    cp, copies = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    dims = ParallelDims(
-        dp_replicate=copies,
-        dp_shard=shards // cp,
-        cp=cp,
-        tp=tp,
-        pp=1,
-        ep=ep,
-        world_size=copies * shards * tp,
-        spmd_backend=parallelism.spmd_backend,
-    )
     # The nodes of a job are known when it starts. They decide only what "auto" takes first, and it
     # takes units that have the names, if any have.
     nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)

@@ -33,20 +33,20 @@ from titan_ext.activation_checkpoint.op_rules import has_budget
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count
-from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.base.nodes import nvlink_domain, ranks_per_node
 from titan_ext.base.tensors import optimizer_states, plain_tensors
 from titan_ext.base.titan.batch import microbatches_of_pass, tokens_of_microbatch
 from titan_ext.base.titan.parallelism import pipeline_mesh
 from titan_ext.components.early_scores import with_early_scores
 from titan_ext.components.hf_export import HuggingFaceExport
 from titan_ext.fsdp.plan import count_units, plan_of
+from titan_ext.plan.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.plan.live import LASTING, LiveBytes
 from titan_ext.plan.memory import JobClass, MemoryPlan
 from titan_ext.plan.pools import COMPONENTS
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import Buffer, NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import EAGER, Category, How, StepClock, StepTime
-from titan_ext.run.budget import BudgetPlan, TracedBlocks, settings_of, without_checkpointing
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.trainer import Trainer
 from titan_ext.run.weights import check_weights

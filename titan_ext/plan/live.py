@@ -26,9 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ext.activation_checkpoint.compile import pieces_in
-from titan_ext.base.op_cost import groups_of, moves_nothing
 from titan_ext.base.tensors import in_backward, optimizer_states, plain_tensors, tensors_in
 from titan_ext.fp8 import offload
+from titan_ext.plan.op_cost import groups_of, moves_nothing
 from titan_ext.plan.pools import COMPONENTS, Event, Fusion, Pools, component_of, is_fusible
 
 

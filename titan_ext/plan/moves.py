@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
 from titan_ext.plan.memory import LASTING, MemoryKind

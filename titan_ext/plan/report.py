@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.base.nodes import nvlink_domain, ranks_per_node
 from titan_ext.base.titan.batch import LOCAL_BATCH, SEQUENCE
 from titan_ext.plan.live import MemoryKind, Peak
 from titan_ext.plan.memory import BANDS, JobClass, MemoryPlan

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_rules import KEY
-from titan_ext.activation_checkpoint.solver import BudgetTooSmallError, Solution
 from titan_ext.base.messages import Mistakes, duration
 from titan_ext.parallelize.limits import wrong_degrees
+from titan_ext.plan.budget import TracedBlocks, without_checkpointing
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import Forks
 from titan_ext.plan.memory import MemoryKind, MemoryPlan
@@ -49,8 +49,8 @@ from titan_ext.plan.moves import (
     with_move,
 )
 from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
+from titan_ext.plan.solver import BudgetTooSmallError, Solution
 from titan_ext.plan.time import Category, StepTime
-from titan_ext.run.budget import TracedBlocks, without_checkpointing
 
 _GAIN = 0.003
 """Share of a step that a change has to save."""

@@ -47,8 +47,7 @@ from torchtitan.models.common.token_dispatcher import (
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
-from titan_ext.base.machines import RANKS_PER_NODE
-from titan_ext.base.op_cost import NVLINK_DOMAIN
+from titan_ext.base.nodes import NVLINK_DOMAIN, RANKS_PER_NODE
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 from titan_ext.components.exchange_policy import ranks_of_token
 
@@ -407,6 +406,8 @@ class RMSNormShapes(RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
+    is_stand_in = True
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32), weight)

@@ -29,10 +29,11 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools.utils import get_peak_flops
 
+from titan_ext.base.issuer import COLLECTIVES, collective_kind
 from titan_ext.base.machines import Machine, machine_of
-from titan_ext.base.op_cost import (
-    COLLECTIVES,
-    collective_kind,
+from titan_ext.base.tensors import has_values, in_backward, tensors_in
+from titan_ext.plan.live import LiveBytes, MemoryKind, fsdp_kind
+from titan_ext.plan.op_cost import (
     group_ms,
     groups_of,
     kernel_class,
@@ -40,8 +41,6 @@ from titan_ext.base.op_cost import (
     moves_nothing,
     op_cost,
 )
-from titan_ext.base.tensors import has_values, in_backward, tensors_in
-from titan_ext.plan.live import LiveBytes, MemoryKind, fsdp_kind
 from titan_ext.plan.pools import component_of
 from titan_ext.plan.stand_ins import Buffer
 from titan_ext.plan.streams import Item, Streams, Work

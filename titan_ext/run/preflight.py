@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.distributed import ParallelDims
 
 from titan_ext.base.agreement import this_job
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import ranks_in_words
-from titan_ext.base.op_cost import nvlink_domain, ranks_per_node
+from titan_ext.base.nodes import nvlink_domain, ranks_per_node
 from titan_ext.run.record import communication, versions
 from titan_ext.run.start import ranks_differ
 
@@ -141,18 +142,13 @@ def _gb(rate: float) -> str:
 
 def layout_warnings(config: Any, ranks: int) -> list[str]:
     """Warnings of axes that leave the NVLink domain: TP, experts, shards of HSDP."""
-    layout, domain = config.parallelism, nvlink_domain()
-    inner = layout.tensor_parallel_degree * layout.context_parallel_degree
-    copies = layout.data_parallel_replicate_degree
-    shards = layout.data_parallel_shard_degree
-    if shards == -1:
-        shards = ranks // (inner * copies * layout.pipeline_parallel_degree)
+    dims, domain = ParallelDims.from_config(config.parallelism, ranks), nvlink_domain()
     asked = {
-        "parallelism.tensor_parallel_degree": layout.tensor_parallel_degree,
-        "parallelism.expert_parallel_degree": layout.expert_parallel_degree,
+        "parallelism.tensor_parallel_degree": dims.tp,
+        "parallelism.expert_parallel_degree": dims.ep,
     }
-    if copies > 1:  # else the shards are meant to span the job
-        asked["parallelism.data_parallel_shard_degree"] = shards * inner
+    if dims.dp_replicate > 1:  # else the shards are meant to span the job
+        asked["parallelism.data_parallel_shard_degree"] = dims.dp_shard * dims.cp * dims.tp
     lines = []
     for key, span in asked.items():
         if span > domain:

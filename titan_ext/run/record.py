@@ -30,11 +30,12 @@ from torch._dynamo.utils import counters
 from torchtitan.tools.logging import logger
 
 import titan_ext
-from titan_ext.base.messages import and_more, format_bytes, matches, without_phases
-from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.base.messages import and_more, format_bytes, without_phases
+from titan_ext.base.nodes import ranks_per_node
 from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.run_folder import RECORD
 from titan_ext.base.tensors import optimizer_states, storages_of
+from titan_ext.fsdp.names import matches
 from titan_ext.toml.convert import dump, identity
 
 CONFIG = "config.toml"

@@ -27,7 +27,7 @@ from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
 from titan_ext.base.messages import ranks_in_words
-from titan_ext.base.op_cost import ranks_per_node
+from titan_ext.base.nodes import ranks_per_node
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS
 from titan_ext.run.record import versions

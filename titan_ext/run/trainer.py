@@ -124,7 +124,6 @@ class Trainer(TitanTrainer):
                 self._check_exchanges,
             ]
             if isinstance(policy, FP8AC.Config) and compiled:
-                checks.append(policy.check_compiled)
                 checks.append(lambda: check_backend(self.compile.backend))
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: check_model_limits(spec, self.parallelism, self.training))

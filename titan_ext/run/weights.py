@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from titan_ext.base.messages import and_more, matches
+from titan_ext.base.messages import and_more
 from titan_ext.base.run_check import RunCheck
 from titan_ext.components.hf_export import (
     INDEX,
@@ -27,6 +27,7 @@ from titan_ext.components.hf_export import (
     is_whole,
     stored_weights,
 )
+from titan_ext.fsdp.names import matches
 from titan_ext.run.checkpoints import STATES, checkpoint_to_load, is_inspected
 
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

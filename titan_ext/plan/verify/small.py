@@ -31,7 +31,7 @@ from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.base.messages import Mistakes, did_you_mean
-from titan_ext.base.op_cost import Nodes
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan import batch
 from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
 from titan_ext.fsdp.prefetch import parse_prefetch_limit

@@ -16,11 +16,14 @@ from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import BlockRun, Layout
 from tests.helpers.cluster import run_ranks
 from tests.helpers.fp8_activations import debug_model, tokens
-from titan_ext.activation_checkpoint import FP8AC, solver
-from titan_ext.activation_checkpoint.block_graph import CHOICES, BlockGraph, Node, trace
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_rules import OpLocation, OpPolicy, parse_rules
 from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
-from titan_ext.activation_checkpoint.solver import (
+from titan_ext.base.machines import MACHINES
+from titan_ext.base.tensors import local_tensor
+from titan_ext.plan import solver
+from titan_ext.plan.block_graph import CHOICES, BlockGraph, Node, trace
+from titan_ext.plan.solver import (
     BlockKind,
     BudgetTooSmallError,
     Host,
@@ -28,8 +31,6 @@ from titan_ext.activation_checkpoint.solver import (
     solve,
     table_of,
 )
-from titan_ext.base.machines import MACHINES
-from titan_ext.base.tensors import local_tensor
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8

@@ -8,24 +8,20 @@ checkpointing choose by it.
 
 import functools
 import math
-import os
 import re
-import weakref
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GroupName, distributed_c10d
-from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.base.machines import KINDS, RANKS_PER_NODE, Machine
-from titan_ext.base.tensors import local_tensor, parts_in, tensors_in
+from titan_ext.activation_checkpoint.op_effects import ATTENTION, count_flops
+from titan_ext.base.machines import KINDS, Machine
+from titan_ext.base.nodes import nvlink_domain
+from titan_ext.base.tensors import parts_in, tensors_in
 
-NVLINK_DOMAIN = "TITAN_EXT_NVLINK_DOMAIN"
-"""Variable with the domain of the job that a dry run stands for (``plan.stand_ins.as_rank``)."""
 # The next three lines are assumed. Nobody has timed a GPU's collectives here: the card of
 # benchmarks/gpu_receipts.md was one, and benchmarks/cpu.toml is fitted to gloo.
 _HOP_IN_NODE_MS, _HOP_MS = 0.001, 0.005  # of a step of a ring
@@ -48,7 +44,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
     tensors: real, fake, meta or DTensors.
     """
     if moves_nothing(func) or (
-        getattr(func, "overloadpacket", None) in _ATTENTION and _share_masked(func, args) == 1
+        getattr(func, "overloadpacket", None) in ATTENTION and _share_masked(func, args) == 1
     ):
         return OpCost(0, 0, 0.0)
     made, read = _traffic(func, args, kwargs, out)
@@ -71,7 +67,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any, machine: Machine) -> Op
             rate = machine.grouped * rows / (rows + machine.half_rate_rows)
         # An H100 took 0.44 of it, where masks of packed documents hide more than causality does
         # (benchmarks/LOG.md).
-        if func.overloadpacket in _ATTENTION:
+        if func.overloadpacket in ATTENTION:
             rate = 2 * machine.attention  # causal: half of the products are not computed
             rate /= max(1 - _share_masked(func, args), 1e-3)
         seconds = max(seconds, flops / rate)
@@ -114,32 +110,7 @@ def moves_nothing(func: Any) -> bool:
     )
 
 
-def count_flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """FLOPs of one call on this rank, by torch's formulas; 0 for what has none."""
-    packet = getattr(func, "overloadpacket", func)
-    if packet is torch.ops.aten._grouped_mm:
-        a, b = local_tensor(args[0]), local_tensor(args[1])
-        return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]  # torch has no formula for it
-    if packet in _ATTENTION:
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        return _ATTENTION[packet](*(local_tensor(x).shape for x in tensors))
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return 0
-    local = tree_map_only(torch.Tensor, local_tensor, (args, kwargs or {}, out))
-    return int(formula(*local[0], **local[1], out_val=local[2]))
-
-
 _ops: Any = torch.ops.aten
-_ATTENTION: dict[Any, Callable[..., int]] = {
-    _ops._scaled_dot_product_fused_attention_overrideable: lambda q, k, v, *_: sdpa_flop_count(
-        q, k, v
-    ),
-    _ops._scaled_dot_product_fused_attention_overrideable_backward: (
-        lambda grad, q, k, v, *_: sdpa_backward_flop_count(grad, q, k, v)
-    ),
-}
-"""Attention as one operation, which torch's registry does not know."""
 
 
 def _rows_of_a_group(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, *_: Any) -> float:
@@ -215,15 +186,6 @@ def kernels_of(func: Any, args: Sequence[Any]) -> int:
     return _KERNELS_OF.get(packet, 1)
 
 
-COLLECTIVES = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-
-
-def collective_kind(name: str) -> str:
-    """One of ``COLLECTIVES``, by any name that torch has for it; others by their own."""
-    words = name.lower().replace("_", "")
-    return next((kind for kind in COLLECTIVES if kind.replace("_", "") in words), name.lower())
-
-
 def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
     """The process groups of more than one rank in the arguments of a collective."""
     for value in args:
@@ -237,62 +199,6 @@ def groups_of(args: Sequence[Any]) -> Iterator[dist.ProcessGroup]:
             continue
         if group.size() > 1:
             yield group
-
-
-def ranks_per_node() -> int:
-    """Ranks on the smallest node of the job, as torchrun says; 8 without it.
-
-    How often ranks communicate follows from it, so all have to take the same. The first call on a
-    process group is a collective.
-    """
-    group = dist.group.WORLD
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", RANKS_PER_NODE))
-    if group is None:
-        return here
-    here = min(here, group.size())
-    # A fake group reduces nothing, and every rank of a dry run is on the nodes that it was told.
-    if dist.get_backend() == "fake":
-        return here
-    if group not in _smallest_node:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        smallest = torch.tensor(here, device=device)
-        dist.all_reduce(smallest, dist.ReduceOp.MIN)
-        _smallest_node[group] = int(smallest.item())
-    return _smallest_node[group]
-
-
-_smallest_node: MutableMapping[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def nvlink_domain() -> int:
-    """Number of neighbouring ranks that NVLink joins, on one node or several."""
-    return int(os.environ.get(NVLINK_DOMAIN, 0)) or ranks_per_node()
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The place of a job's ranks on machines; equal on every rank.
-
-    Attributes:
-        ranks: Ranks of the smallest node.
-        nvlink_domain: Neighbouring ranks that NVLink joins.
-    """
-
-    ranks: int
-    nvlink_domain: int
-
-    @classmethod
-    def agreed(cls) -> "Nodes":
-        """Those of this job; the first call on a process group is a collective."""
-        return cls(ranks_per_node(), nvlink_domain())
-
-    def among(self, ep: int) -> int:
-        """In how many nodes ``ep`` ranks lie that exchange tokens in two hops.
-
-        A node is what NVLink joins. 0 if it is one, if not all are whole, or if each has one rank.
-        """
-        joined = self.nvlink_domain
-        return 0 if ep % joined or joined in (1, ep) else ep // joined
 
 
 def group_ms(

@@ -33,9 +33,9 @@ from titan_ext.activation_checkpoint.op_effects import (
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver, fixes_routing
 from titan_ext.activation_checkpoint.op_rules import INPUT, OpLocation, OpPolicy, is_exempt
 from titan_ext.base.machines import Machine
-from titan_ext.base.op_cost import op_cost
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
 from titan_ext.fp8 import SavedTensorStore
+from titan_ext.plan.op_cost import op_cost
 
 SAVE, FLOAT8 = OpPolicy.SAVE, OpPolicy.SAVE_FLOAT8
 RECOMPUTE, DISCARD = OpPolicy.RECOMPUTE, OpPolicy.DISCARD
