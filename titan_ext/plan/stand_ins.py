@@ -49,7 +49,11 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.machines import RANKS_PER_NODE
 from titan_ext.base.op_cost import NVLINK_DOMAIN
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
+from titan_ext.components.dispatch import (
+    CountedHybridEPTokenDispatcher,
+    FunctionalAllToAllTokenDispatcher,
+    replace_configs,
+)
 from titan_ext.components.exchange_policy import ranks_of_token
 
 
@@ -123,7 +127,8 @@ def as_stock(config: Any) -> None:
     if isinstance(policy, FP8AC.Config):
         policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}
         config.activation_checkpoint = policies.get(policy.mode)
-    for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher):
+    kinds = RoutedExperts, GroupedExperts, AllToAllTokenDispatcher, HybridEPTokenDispatcher
+    for kind in kinds:
         replace_configs(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
 
 
@@ -313,6 +318,7 @@ class PlannedHybrid(Buffered, HybridEPTokenDispatcher):
 
 _PLANNED: dict[type, Any] = {
     MinimalAsyncEPTokenDispatcher.Config: PlannedMinimalAsync.Config,
+    CountedHybridEPTokenDispatcher.Config: PlannedHybrid.Config,
     HybridEPTokenDispatcher.Config: PlannedHybrid.Config,
     FunctionalAllToAllTokenDispatcher.Config: PlannedTokenDispatcher.Config,
     AllToAllTokenDispatcher.Config: PlannedStockTokenDispatcher.Config,

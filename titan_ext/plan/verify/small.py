@@ -41,6 +41,7 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
+from titan_ext.plan.verify.buffered import with_kernels_of_a_gpu
 
 VOCABULARY = 256
 MICROBATCHES = 3
@@ -322,7 +323,7 @@ def make_small(
         samples=samples,
         decisions=decisions(config, large),
         summary=", ".join(said),
-        plain=tuple(sorted(plain)),
+        plain=tuple(sorted(plain | with_kernels_of_a_gpu(model))),
         parameters=parameters,
     )
 
