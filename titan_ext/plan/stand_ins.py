@@ -127,8 +127,7 @@ def as_stock(config: Any) -> None:
     if isinstance(policy, FP8AC.Config):
         policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}
         config.activation_checkpoint = policies.get(policy.mode)
-    kinds = RoutedExperts, GroupedExperts, AllToAllTokenDispatcher, HybridEPTokenDispatcher
-    for kind in kinds:
+    for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher, HybridEPTokenDispatcher):
         replace_configs(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
 
 
@@ -167,8 +166,13 @@ def in_full_precision(spec: Any, *, emulates: bool) -> set[str]:
 
 
 def _titans(config: Any, kind: type) -> Any:
-    """A config of ours as the one of Titan's that it extends; others as they are."""
-    return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
+    """A config of ours as the one of Titan's that it extends; others as they are.
+
+    So is one that stands in for a GPU's: Titan has no other for a CPU.
+    """
+    module = type(config).__module__
+    is_ours = module.startswith("titan_ext.") and not module.startswith("titan_ext.plan.")
+    return derive(config, kind) if is_ours else config
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float, is_compiled: bool) -> Any:
