@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch._dynamo.utils import counters
 
 from titan_ext.plan.verify.judge import Verdict
 from titan_ext.plan.verify.tape import Replayed, judge_replay
@@ -177,6 +178,19 @@ def test_what_no_graph_does_is_wrong(kind: type[Net], tmp_path: Path):
         assert says in said.partition("Python ")[2], said
     else:
         assert "Python " not in said, said
+
+
+def test_passes_are_compiled_once():
+    """Whichever of them are listened to: the compiler guards what the modes around it ask."""
+    torch._dynamo.reset()
+    counters.clear()
+    net = nn.Linear(4, 4)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    graph = Replayed(lambda x, *_: compiled(x).sum(), [net], replays=False)
+    for _ in range(5):
+        graph(torch.randn(3, 4), torch.zeros(3), torch.tensor(3.0), {"positions": None})
+    assert graph.seen["ops"] == 0
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 READS = {
