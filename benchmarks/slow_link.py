@@ -163,7 +163,7 @@ def config_of(job: Job, arm: str, folder: Path) -> Any:
     from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 
     from titan_ext.base import no_accelerator
-    from titan_ext.components.dispatch import use_functional_all_to_all
+    from titan_ext.components.dispatch import use_our_dispatchers
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.plan.stand_ins import as_stock
 
@@ -188,7 +188,7 @@ def config_of(job: Job, arm: str, folder: Path) -> Any:
             "rope": ComplexRoPE.Config(dim=32, max_seq_len=4096, theta=10000.0),
         }
         model.layers = _build_dsv3_layers(**layers)
-        use_functional_all_to_all(config.model_spec)  # ours, in the new layers too
+        use_our_dispatchers(config.model_spec)  # ours, in the new layers too
     no_accelerator.adapt_config(config)
     if arm == STOCK:
         as_stock(config)

@@ -20,7 +20,7 @@ from tests.helpers.training import degrees, titan_config
 from titan_ext.base.nodes import Nodes
 from titan_ext.components.dispatch import (
     FunctionalAllToAllTokenDispatcher,
-    use_functional_all_to_all,
+    use_our_dispatchers,
 )
 from titan_ext.components.exchange_policy import resolve_exchanges
 from titan_ext.components.overlap import overlap_shared_experts
@@ -37,7 +37,7 @@ def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
     spec = titan_config("deepseek_v3_mtp").model_spec
     assert spec is not None
     for _ in range(2):  # the second time changes nothing
-        use_functional_all_to_all(spec)
+        use_our_dispatchers(spec)
     types = _dispatcher_types(spec)
     assert types == [FunctionalAllToAllTokenDispatcher.Config] * 6  # 5 MoE layers, one MTP layer
     for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config):
@@ -52,7 +52,7 @@ def test_leaves_other_dispatchers_alone():
     layer = cast(Decoder.Config, spec.model).layers[1]
     padded = TorchAOTokenDispatcher.Config(num_experts=8, top_k=3, pad_multiple=16)
     layer.moe.routed_experts.token_dispatcher = padded
-    use_functional_all_to_all(spec)
+    use_our_dispatchers(spec)
     assert layer.moe.routed_experts.token_dispatcher is padded
 
 
@@ -107,7 +107,7 @@ def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
     rank = mesh.get_local_rank()
     spec = titan_config("deepseek_v3").model_spec
     assert spec is not None
-    use_functional_all_to_all(spec)
+    use_our_dispatchers(spec)
     torch.manual_seed(0)
     layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
     experts = layer.routed_experts.inner_experts
@@ -152,7 +152,7 @@ def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
 def test_shared_experts_that_ran_ahead_of_other_tokens_run_again():
     spec = titan_config("deepseek_v3").model_spec
     assert spec is not None
-    use_functional_all_to_all(spec)
+    use_our_dispatchers(spec)
     layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
     overlap_shared_experts(layer)
     x_BLD, out = torch.zeros(1, 2, 256), object()

@@ -309,16 +309,29 @@ def test_cuda_graphs_are_off_where_titan_has_none(folder: Path):
 )
 def test_a_dispatcher_with_a_buffer_is_planned_by_it(backend: str, buffers: str, folder: Path):
     """Titan's own operations have room for the worst routing; nobody waits for counts, and a graph
-    holds the step."""
+    holds the step. A run in its folder says how much room is enough, on as many ranks."""
     name = f"deepseek_v3.deepseek_v3_debugmodel_{backend}"
     degrees = "data_parallel_shard_degree = -1, expert_parallel_degree = 4"
+    routing = {"ep": 4, "most": 0.3003, "passes": {"299": 7, "301": 1}}
+    starts = [
+        {"receipts": {"routing": routing}},
+        {"receipts": {"routing": routing | {"ep": 2}}},
+        {},
+    ]
+    (folder / "run.json").write_text(json.dumps({"starts": starts}))
     policy = "activation_checkpoint.policy = 'full'"
-    (folder / "run.toml").write_text(f"extends = '{name}'\nparallelism = {{{degrees}}}\n{policy}\n")
+    (folder / "run.toml").write_text(
+        f"extends = '{name}'\ndump_folder = '.'\nparallelism = {{{degrees}}}\n{policy}\n"
+    )
     done = _dry_run(folder, "run.toml", *("--ranks", "4", "--memory", "8GiB", "--machine", "h100"))
     assert (done.code, done.error) == (0, "")
     assert done.out.startswith("memory      fits in 8.00 GiB")
     # Two of 16,384 tokens x 4 ranks x 2 experts of a token there at most x 256 x 2 bytes.
     assert f"for each of 1 communicators{buffers}" in done.out
+    assert (
+        "capacity    non_blocking_capacity_factor = 0.301 would have dropped nothing of 8"
+        in done.out
+    )
     assert "waits for exchanges of tokens" in done.out
     assert "waits for the host" not in done.out
     assert "as an all-to-all" not in done.out

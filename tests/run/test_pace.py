@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.helpers.slowed import LATE_RANK, train
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.run.pace import Meter, PaceCheck, PaceMonitor, RankStep, faults_of
+from titan_ext.run.pace import Meter, PaceCheck, PaceMonitor, RankStep, Routing, faults_of
 
 STEP_MS, RANKS, GROUP = 1000.0, 16, 4
 _Change = Callable[[int, int], dict[str, Any]]
@@ -169,8 +169,46 @@ def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
     else:
         assert store.calls["get"] == 0
         assert store.values.keys() == {"step 5", "step 10", "step 15", "step 20"}
-        step, who, *_, tokens = json.loads(store.values["step 20"])
+        step, who, *_, tokens, _, _ = json.loads(store.values["step 20"])
         assert (step, who, tokens) == (20, 3, {"1": 60})
+
+
+def test_what_hybridep_drops_is_logged_warned_of_once_and_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """And a dry run says which factor is enough, from a record that went through JSON."""
+    logged: list[dict[str, float]] = []
+    trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
+    trainer.metrics_processor = SimpleNamespace(
+        should_log=lambda step: step % 2 == 0,
+        logger=SimpleNamespace(log=lambda metrics, step: logged.append(metrics)),
+    )
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    check = PaceCheck()
+    check._store, check._thread, check._ep = _Store(), ThreadPoolExecutor(1), 4
+    layers = [SimpleNamespace(rows=torch.zeros(3, dtype=torch.int64), worst=1000) for _ in "12"]
+    check._counted = dict(zip("12", layers, strict=True))  # type: ignore[arg-type]
+    with check.around_run(trainer):
+        for trainer.step in range(1, 7):
+            with check.around_step(trainer):
+                lost = 15 * (trainer.step > 2)
+                layers[0].rows += torch.tensor([200, 0, 0])
+                layers[1].rows += torch.tensor([300, lost, 0])
+                for layer, most in zip(layers, (101, 286 + lost), strict=True):
+                    layer.rows[2:].clamp_(min=most)
+    assert [round(each["titan_ext/tokens dropped(%)"], 6) for each in logged] == [0, 3, 3]
+    (warning,) = check.monitor.warnings
+    assert warning.startswith("step 4: HybridEP dropped 3% of the tokens that came to rank 0")
+    assert warning.endswith("non_blocking_capacity_factor 0.301 or more")
+    records = [json.loads(json.dumps(check.receipts()["routing"]))] * 2
+    assert records[0]["ep"] == 4
+    assert list(Routing.verdict(records, [0.25, 0.301])) == [
+        "non_blocking_capacity_factor = 0.301 would have dropped nothing of 12 passes of a rank "
+        "through a layer",
+        "0.25, as configured, would have dropped in 6 of 12 passes of a rank through a layer",
+        "0.301, as configured, would have dropped in 0 of 12 passes of a rank through a layer",
+    ]
+    assert not list(Routing.verdict([], [0.25]))
 
 
 def test_a_step_may_be_done_again(monkeypatch: pytest.MonkeyPatch):

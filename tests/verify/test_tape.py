@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from torch._dynamo.utils import counters
 
 from titan_ext.plan.verify.judge import Verdict
 from titan_ext.plan.verify.tape import Replayed, judge_replay
@@ -77,6 +78,22 @@ class OwnGenerator(Net):
         return super().forward(x) * torch.rand(4, generator=self.generator)
 
 
+class BakedRate(Net):
+    """An optimizer in backward, with the rate of a schedule as a number."""
+
+    def __init__(self):
+        super().__init__()
+        for param in self.parameters():
+            param.register_post_accumulate_grad_hook(self._update)
+
+    def _update(self, param: torch.Tensor) -> None:
+        assert param.grad is not None
+        with torch.no_grad():
+            param.sub_(param.grad, alpha=0.01 * (1 - self.scale))
+
+    scale = 0.0
+
+
 class OtherThread(Net):
     """What another stream does, whose event no graph waits for: here, an all-reduce in place."""
 
@@ -143,6 +160,7 @@ FAULTS: dict[type[Net], tuple[str, str]] = {
     MadeAnew: ("buffer", ""),
     HookOnce: ("grads", "HookOnce.forward (verify/test_tape.py:"),
     OwnGenerator: ("grads", ""),
+    BakedRate: ("grads", "BakedRate._update (verify/test_tape.py:"),
     OtherThread: ("grads", ""),
 }
 
@@ -160,6 +178,19 @@ def test_what_no_graph_does_is_wrong(kind: type[Net], tmp_path: Path):
         assert says in said.partition("Python ")[2], said
     else:
         assert "Python " not in said, said
+
+
+def test_passes_are_compiled_once():
+    """Whichever of them are listened to: the compiler guards what the modes around it ask."""
+    torch._dynamo.reset()
+    counters.clear()
+    net = nn.Linear(4, 4)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    graph = Replayed(lambda x, *_: compiled(x).sum(), [net], replays=False)
+    for _ in range(5):
+        graph(torch.randn(3, 4), torch.zeros(3), torch.tensor(3.0), {"positions": None})
+    assert graph.seen["ops"] == 0
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 READS = {
@@ -186,33 +217,41 @@ def test_a_read_by_the_host_is_refused(read: str, tmp_path: Path):
     assert "the host reads a value (" in str(said)
 
 
-def _verify(folder: Path, *flags: str, fault: Any = contextlib.nullcontext) -> Verdict:
+_PLAIN = 'extends = "moe_debug.toml"\nworld_size = 2\n'
+
+
+def _verify(folder: Path, *flags: str, job: str = _PLAIN) -> Verdict:
     """The leg alone, of a small copy of the debug model on two ranks."""
     import os
-    import unittest.mock
 
     from tests.verify.test_verify import _small
     from titan_ext.plan.verify import legs
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    (path := folder / "job.toml").write_text('extends = "moe_debug.toml"\nworld_size = 2\n')
-    job, train = _small(str(path), flags, 2), legs._train
-
-    def faulty(*call: Any) -> Any:
-        with fault():
-            return train(*call)
-
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        unittest.mock.patch.object(legs, "_train", faulty),
-        legs.Legs(job, folder) as comparison,
-    ):
-        return comparison.graphs(steps=2)
+    (path := folder / "job.toml").write_text(job)
+    small = _small(str(path), flags, 2)
+    with contextlib.redirect_stdout(io.StringIO()), legs.Legs(small, folder) as comparison:
+        return comparison.graphs()
 
 
 def _fp8(folder: Path) -> Verdict:
     flags = "--parallelism.expert_parallel_degree", "1", "activation-checkpoint:fp8"
     return _verify(folder, *flags)
+
+
+_HYBRID = """
+extends = "moe_debug.toml"
+world_size = 2
+training.disable_cuda_graphs = false
+activation_checkpoint.policy = "full"
+[model]
+moe_comm_backend = "hybridep"
+non_blocking_capacity_factor = 0.4
+"""
+
+
+def _hybrid(folder: Path) -> Verdict:
+    return _verify(folder, "--parallelism.expert_parallel_degree", "2", job=_HYBRID)
 
 
 def _standard_dispatcher(folder: Path) -> Verdict:
@@ -226,6 +265,17 @@ def test_a_job_is_replayed(tmp_path: Path):
     (verdict,) = run_ranks(_fp8, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
     assert verdict.is_right, verdict.lines()
     assert {"grads", "weights", "buffer", "bias", "load", "loss"} <= verdict.worst.keys()
+
+
+def test_a_job_with_expert_parallelism_is_replayed(tmp_path: Path):
+    """Titan's HybridEP dispatcher on CPU kernels that keep counts on the device, and drop."""
+    from tests.helpers.cluster import run_ranks
+
+    (verdict,) = run_ranks(_hybrid, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
+    assert verdict.is_right, verdict.lines()
+    (said,) = (line for line in verdict.lines() if line.startswith("dropped"))
+    share = float(said.split()[1].removesuffix("%"))
+    assert 0 < share < 60
 
 
 @pytest.mark.slow

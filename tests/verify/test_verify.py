@@ -251,6 +251,39 @@ def _run_command(
     return code, said
 
 
+@contextlib.contextmanager
+def _without_ranks() -> Any:
+    """Comparisons that are right at once."""
+    from titan_ext.config_registry.verify import Verify
+    from titan_ext.plan.verify.judge import Verdict
+    from titan_ext.plan.verify.legs import Legs
+
+    with contextlib.ExitStack() as stack:
+        for leg in ("axes", "keys", "graphs"):
+            stack.enter_context(unittest.mock.patch.object(Legs, leg, return_value=Verdict()))
+        for kind, method, result in (
+            (Verify, "_look_at_data", lambda self, *_: (True, [])),
+            (Legs, "__enter__", lambda self: self),
+        ):
+            stack.enter_context(unittest.mock.patch.object(kind, method, result))
+        yield
+
+
+def _replays(folder: Path) -> list[tuple[int, str]]:
+    flags = [], ["--quick"], ["--training.disable_cuda_graphs"]
+    jobs = [["qwen3_30b_a3b.toml", *more] for more in flags]
+    return [_command(folder, [*job, "--ranks", "16"], _without_ranks) for job in jobs]
+
+
+def test_the_shipped_file_with_graphs_is_replayed_without_a_flag(tmp_path: Path):
+    """And what is not replayed is said to be left out."""
+    (found,) = run_ranks(_replays, 1, tmp_path, log_folder=tmp_path)
+    assert [code for code, _ in found] == [0, 0, 0]
+    assert "\ngraphs    operations replayed as a CUDA graph would beside" in found[0][1]
+    left_out = [re.findall("(?<!a GPU's )CUDA graphs[^,]*", said) for _, said in found]
+    assert left_out == [[], ["CUDA graphs"], ["CUDA graphs (off; --graphs replays them)"]]
+
+
 @pytest.mark.slow
 def test_the_key_to_blame_is_named(tmp_path: Path):
     flags = ("--ranks", "2", "--machine", "h200", "--parallelism.exchange_rows", "rank")

@@ -67,3 +67,7 @@ class RunCheck:
     def ends_run(self, trainer: "Trainer") -> bool:
         """True if training ends here, the same on all ranks; asked before every step."""
         return False
+
+    def receipts(self) -> dict[str, Any]:
+        """What the run's record says at its end, by subject."""
+        return {}

@@ -28,10 +28,13 @@ from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_spars
 from torchtitan.models.common.token_dispatcher import (
     AllToAllDispatchMetadata,
     AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+    HybridEPTokenDispatcher,
     LocalDispatchMetadata,
 )
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools import utils as titan_utils
 
 from titan_ext.components.exchange import (
     AddUp,
@@ -85,6 +88,9 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Do what Titan's does."""
+        if self.meter is not None and self.ep_mesh is not None:
+            ranks = self.ep_mesh.size()
+            self.meter.worst = len(args[0]) * ranks * min(self.num_experts // ranks, self.top_k)
         in_steps = self._in_half or self.sends_float8 or self.sends_once
         if in_steps and self._turn is None and self.ep_mesh is not None:
             self._pause_for_a_hop(half=1)
@@ -388,6 +394,43 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return _typed_like(routed_output_RD, received_ND)
 
 
+class CountedHybridEPTokenDispatcher(HybridEPTokenDispatcher):
+    """Titan's HybridEP dispatcher, which counts what it drops: deep_ep does so in silence.
+
+    Its counts of an expert are of all rows that were sent to it. What would lie in the last row of
+    the buffer, or behind it, is dropped (``csrc/hybrid_ep/extension/permute.cu`` of deep_ep, which
+    counts rows from one). The counter stays on the device, so that a replayed CUDA graph counts,
+    too. A recompute counts again: shares of its sums are right, the sums are not.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):
+        pass
+
+    rows: torch.Tensor
+    """Rows that came, rows of them that were dropped, and the most that one pass needs room for,
+    since somebody looked: int64 ``(3,)``."""
+    worst = 0
+    """Rows that come if all tokens go to this rank."""
+
+    def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
+        super().wire_meshes(ep_mesh=ep_mesh)
+        self.rows = torch.zeros(3, dtype=torch.int64, device=titan_utils.device_type)
+
+    def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
+        """Do what Titan's does."""
+        routed_RD, counts_e, metadata = super().dispatch(
+            x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
+        )
+        assert self.ep_mesh is not None
+        self.worst = len(x_TD) * self.ep_mesh.size() * min(len(counts_e), self.top_k)
+        came = counts_e.detach().sum()
+        room = len(routed_RD) - 1 if (self.non_blocking_capacity_factor or 1) < 1 else self.worst
+        self.rows[:2].add_(torch.stack([came, (came - room).clamp(min=0)]))
+        self.rows[2:].clamp_(min=came + 1)
+        return routed_RD, counts_e, metadata
+
+
 def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:
     """``x`` for the SPMD type checker, which types what is exchanged on another mesh."""
     return spmd.reinterpret_mesh(x, spmd.current_mesh()) if spmd.is_type_checking() else x
@@ -418,18 +461,22 @@ def replace_configs(tree: Any, kind: type, replacement: Callable[[Any], Any]) ->
             setattr(parent, str(key), replacement(config))
 
 
-def use_functional_all_to_all(spec: ModelSpec) -> None:
-    """Swap Titan's all-to-all dispatcher for ours in the model config of ``spec``, in place.
+def use_our_dispatchers(spec: ModelSpec) -> None:
+    """Swap Titan's all-to-all and HybridEP dispatchers for ours in a model spec, in place.
 
-    It swaps the exact stock class only. DeepEP, HybridEP, the padded torchao dispatcher and a
-    user's own subclass stay as they are.
+    It swaps the exact stock classes only. DeepEP, the padded torchao dispatcher and a user's own
+    subclass stay as they are.
     """
+    ours: dict[type, Any] = {
+        AllToAllTokenDispatcher.Config: FunctionalAllToAllTokenDispatcher.Config,
+        HybridEPTokenDispatcher.Config: CountedHybridEPTokenDispatcher.Config,
+    }
 
-    def ours(config: Any) -> Any:
-        is_stock = type(config) is AllToAllTokenDispatcher.Config
-        return derive(config, FunctionalAllToAllTokenDispatcher.Config) if is_stock else config
+    def replacement(config: Any) -> Any:
+        kind = ours.get(type(config))
+        return derive(config, kind) if kind else config
 
-    replace_configs(spec, AllToAllTokenDispatcher.Config, ours)
+    replace_configs(spec, BaseEPTokenDispatcher.Config, replacement)
 
 
 def exchange_in_float8(model: nn.Module) -> None:

@@ -117,6 +117,7 @@ class Verify:
         with Legs(job, folder) as legs:
             wrong: dict[str, Verdict] = {}
             replays = self.graphs or not job.large_config.training.disable_cuda_graphs
+            not_replayed = "CUDA graphs" if replays else "CUDA graphs (off; --graphs replays them)"
             for leg, what in _LEGS.items():
                 if leg == "keys" and (self.stock or self.quick):
                     continue
@@ -128,8 +129,8 @@ class Verify:
                     if leg != "graphs" or self.graphs:
                         raise
                     print(f"{leg:10}not verified: {error}")
-                    not_here.append("CUDA graphs")
                     continue
+                not_replayed = "" if leg == "graphs" else not_replayed
                 print(f"{leg:10}{what}", *(f"  {line}" for line in verdict.lines()), sep="\n")
                 sys.stdout.flush()
                 wrong |= {} if verdict.is_right else {leg: verdict}
@@ -144,7 +145,7 @@ class Verify:
         not_here += [] if small.resumes(job.config) else ["checkpoints"]
         not_here += small.lost_shards(job.decisions, decided)
         not_here += ["CPU offload"] * (self.stock and job.config.training.enable_cpu_offload)
-        not_here += [] if replays else ["CUDA graphs (off; --graphs replays them)"]
+        not_here += [not_replayed] if not_replayed else []
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")
         few = f"tokens after {job.samples.length}, steps after {job.config.training.steps}"

@@ -16,7 +16,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 
 from titan_ext.base.titan.parallelism import has_experts
-from titan_ext.components.dispatch import use_functional_all_to_all
+from titan_ext.components.dispatch import use_our_dispatchers
 from titan_ext.components.hf_export import for_replicated_weights
 from titan_ext.components.lora import lora_settings
 from titan_ext.fsdp.units import decoder_blocks
@@ -76,7 +76,7 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
             f"{type(spec.model).__qualname__}, not one of a decoder "
             "(torchtitan.models.common.decoder.Decoder)."
         )
-    use_functional_all_to_all(spec)
+    use_our_dispatchers(spec)
     adapter = spec.state_dict_adapter
     after_optimizer = spec.post_optimizer_build_fn
     if after_optimizer is register_moe_load_balancing_hook and lora_settings(spec.model):

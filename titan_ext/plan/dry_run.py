@@ -13,7 +13,9 @@ degrees.
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +30,14 @@ from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 
 from titan_ext.activation_checkpoint.op_rules import has_budget
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count
 from titan_ext.base.nodes import nvlink_domain, ranks_per_node
+from titan_ext.base.run_folder import RECORD
 from titan_ext.base.tensors import optimizer_states, plain_tensors
 from titan_ext.base.titan.batch import microbatches_of_pass, tokens_of_microbatch
 from titan_ext.base.titan.parallelism import pipeline_mesh
@@ -48,6 +52,7 @@ from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import Buffer, NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import EAGER, Category, How, StepClock, StepTime
 from titan_ext.run.checks import LoRATargets
+from titan_ext.run.pace import Routing
 from titan_ext.run.trainer import Trainer
 from titan_ext.run.weights import check_weights
 
@@ -374,6 +379,7 @@ class DryRun(Trainer):
         )
         if self.imbalance != 1:
             yield "", f"this rank's experts get {self.imbalance:g} times the balanced tokens"
+        yield from (("capacity", said) for said in _capacity(config, dims.ep))
         plans = [plan for part in self.model_parts if (plan := plan_of(part))]
         units = [unit for plan in plans for unit in plan.decoder_units]
         yield "FSDP units", count_units(units) if plans else "stock TorchTitan's: whole blocks"
@@ -448,6 +454,16 @@ def dry_run(
     elif step:
         run.run_step()
     return run
+
+
+def _capacity(config: Any, ep: int) -> Iterator[str]:
+    """What runs in this dump_folder say of the room that HybridEP needs, with as many ranks."""
+    record = Path(config.dump_folder) / RECORD
+    starts = json.loads(record.read_text())["starts"] if record.exists() else []
+    found = [start.get("receipts", {}).get("routing", {}) for start in starts]
+    dispatchers = config.model_spec.traverse(HybridEPTokenDispatcher.Config)
+    factors = {factor for _, of, *_ in dispatchers if (factor := of.non_blocking_capacity_factor)}
+    yield from Routing.verdict((each for each in found if each.get("ep") == ep), factors)
 
 
 def _how(config: Trainer.Config) -> How:

@@ -48,7 +48,11 @@ from torchtitan.models.common.token_dispatcher import (
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.base.nodes import NVLINK_DOMAIN, RANKS_PER_NODE
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
+from titan_ext.components.dispatch import (
+    CountedHybridEPTokenDispatcher,
+    FunctionalAllToAllTokenDispatcher,
+    replace_configs,
+)
 from titan_ext.components.exchange_policy import ranks_of_token
 
 
@@ -122,7 +126,7 @@ def as_stock(config: Any) -> None:
     if isinstance(policy, FP8AC.Config):
         policies = {"selective": SelectiveAC.Config(), "full": FullAC.Config()}
         config.activation_checkpoint = policies.get(policy.mode)
-    for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher):
+    for kind in (RoutedExperts, GroupedExperts, AllToAllTokenDispatcher, HybridEPTokenDispatcher):
         replace_configs(spec, kind.Config, lambda ours, kind=kind: _titans(ours, kind.Config))
 
 
@@ -161,8 +165,13 @@ def in_full_precision(spec: Any, *, emulates: bool) -> set[str]:
 
 
 def _titans(config: Any, kind: type) -> Any:
-    """A config of ours as the one of Titan's that it extends; others as they are."""
-    return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
+    """A config of ours as the one of Titan's that it extends; others as they are.
+
+    So is one that stands in for a GPU's: Titan has no other for a CPU.
+    """
+    module = type(config).__module__
+    is_ours = module.startswith("titan_ext.") and not module.startswith("titan_ext.plan.")
+    return derive(config, kind) if is_ours else config
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float, is_compiled: bool) -> Any:
@@ -312,6 +321,7 @@ class PlannedHybrid(Buffered, HybridEPTokenDispatcher):
 
 _PLANNED: dict[type, Any] = {
     MinimalAsyncEPTokenDispatcher.Config: PlannedMinimalAsync.Config,
+    CountedHybridEPTokenDispatcher.Config: PlannedHybrid.Config,
     HybridEPTokenDispatcher.Config: PlannedHybrid.Config,
     FunctionalAllToAllTokenDispatcher.Config: PlannedTokenDispatcher.Config,
     AllToAllTokenDispatcher.Config: PlannedStockTokenDispatcher.Config,

@@ -10,15 +10,18 @@ a measurement waits for nothing that the step would not wait for. What a rank ha
 the job's store, from a thread: no collective, and no step waits. Rank 0 reads it two logged steps
 later and warns. Titan's metrics have the times of the rank that logs them.
 
-Titan's standard dispatcher has counts that the host reads. With others only the pace is measured.
+Titan's standard dispatcher has counts that the host reads. HybridEP's stay on the device, with what
+it drops, until a step is logged. With others only the pace is measured. How full the buffers were
+that HybridEP and MinimalAsyncEP have goes to the run's record, for a dry run to say what is enough.
 """
 
 import contextlib
 import json
+import math
 import statistics
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -29,7 +32,10 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.base.agreement import this_job
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
-from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
+from titan_ext.components.dispatch import (
+    CountedHybridEPTokenDispatcher,
+    FunctionalAllToAllTokenDispatcher,
+)
 
 # Assumed, and tried on synthetic steps: 500 quiet ones give no warning (tests/run/test_pace.py).
 # A twentieth called ranks late on noise.
@@ -45,7 +51,7 @@ _KEPT, _ENOUGH = 100, 20
 _DROP = 0.9
 """Share of the usual tokens a second."""
 _LASTING_DROP = 5
-_EXPERTS = "experts"
+_EXPERTS, _DROPS = "experts", "drops"
 
 
 class RankStep(NamedTuple):
@@ -55,7 +61,10 @@ class RankStep(NamedTuple):
         group: First of the ranks with which it exchanges tokens; itself where it has no experts.
         wait_ms: Wait for token counts, in all layers of the step.
         step_ms: The step, by its host's clock.
-        tokens: Tokens that its experts got in the last microbatch, by layer.
+        tokens: Tokens that its experts got in the last microbatch, by layer; with HybridEP, in the
+            fullest since the step before.
+        worst: Tokens that they would get in the worst routing.
+        dropped: Percent of the tokens that came since the step before, and were dropped.
     """
 
     step: int
@@ -64,6 +73,8 @@ class RankStep(NamedTuple):
     wait_ms: float
     step_ms: float
     tokens: dict[str, int]
+    worst: int = 0
+    dropped: float = 0.0
 
 
 def faults_of(rows: Iterable[RankStep]) -> dict[str, str]:
@@ -135,6 +146,18 @@ class PaceMonitor:
                 self._known.add(about)
                 self._warn(f"step {step}: {faults[about]}")
 
+    def take_drops(self, rows: Sequence[RankStep]) -> None:
+        """Warn of the first logged step in which a rank dropped tokens."""
+        worst = max(rows, key=lambda row: row.dropped)
+        if worst.dropped and _DROPS not in self._known:
+            self._known.add(_DROPS)
+            needed = max((max(row.tokens.values()) + 1) / row.worst for row in rows if row.worst)
+            self._warn(
+                f"step {worst.step}: HybridEP dropped {worst.dropped:.2g}% of the tokens that came "
+                f"to rank {worst.rank} since the last logged step: its buffer was full. Nothing "
+                f"would have been dropped with non_blocking_capacity_factor {needed:.3f} or more"
+            )
+
     def pace(self, step: int, step_ms: float) -> None:
         """Hold the mean step since the last logged one against the usual.
 
@@ -158,6 +181,37 @@ class PaceMonitor:
         )
 
 
+class Routing:
+    """How full buffers for the worst routing were, in shares of it, over all ranks and layers."""
+
+    def __init__(self) -> None:
+        self.most = 0.0
+        self.passes: Counter[int] = Counter()
+        """Passes by the smallest factor that drops nothing, in thousandths."""
+
+    def take(self, rows: Iterable[RankStep]) -> None:
+        for row in rows:
+            for tokens in row.tokens.values() if row.worst else ():
+                # deep_ep leaves the last row of its buffer empty (components.dispatch).
+                share = min((tokens + 1) / row.worst, 1.0)
+                self.most = max(self.most, share)
+                self.passes[math.ceil(1000 * share)] += 1
+
+    @staticmethod
+    def verdict(records: Iterable[Mapping[str, Any]], factors: Iterable[float]) -> Iterator[str]:
+        """Sentences about the ``factors`` of a job, from records of runs of it."""
+        found = list(records)
+        passes = sum((Counter(each["passes"]) for each in found), Counter[str]())
+        if not passes:
+            return
+        of = f"of {passes.total():,} passes of a rank through a layer"
+        least = math.ceil(1000 * max(each["most"] for each in found)) / 1000
+        yield f"non_blocking_capacity_factor = {least:g} would have dropped nothing {of}"
+        for factor in factors:
+            over = sum(n for least, n in passes.items() if int(least) > 1000 * factor)
+            yield f"{factor:g}, as configured, would have dropped in {over:,} {of}"
+
+
 class Meter:
     """The stopwatch of one layer's dispatcher, while it has one (``dispatcher.meter``)."""
 
@@ -166,8 +220,8 @@ class Meter:
         self._on_device = device.type != "cpu"
         self._ms = {"wait": 0.0, "travel": 0.0}
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
-        self.tokens = 0
-        """Tokens that came in the last microbatch."""
+        self.tokens = self.worst = 0
+        """Tokens that came in the last microbatch, and that come in the worst routing."""
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -202,7 +256,8 @@ class PaceCheck(RunCheck):
         self._count = 0
         self._last: tuple[int, float] | None = None
         self._dispatchers: dict[str, FunctionalAllToAllTokenDispatcher] = {}
-        self._group = 0
+        self._counted: dict[str, CountedHybridEPTokenDispatcher] = {}
+        self._routing, self._ep, self._group = Routing(), 1, 0
         self._store: Any = None  # where waits are measured
         self._told: Future[Any] | None = None
         self._unread: deque[str] = deque()  # keys of which rank 0 has told, oldest first
@@ -211,13 +266,18 @@ class PaceCheck(RunCheck):
         config = trainer.config
         if config.comm.mode in ONE_PROCESS_MODES or not trainer.parallel_dims.ep_enabled:
             return
-        self._group = dist.get_rank()
+        self._group, self._ep = dist.get_rank(), trainer.parallel_dims.ep
+        of_kind: dict[type, Any] = {
+            FunctionalAllToAllTokenDispatcher: self._dispatchers,
+            CountedHybridEPTokenDispatcher: self._counted,
+        }
         for part in trainer.model_parts:
             for name, module in part.named_modules():
-                dispatcher = getattr(module, "token_dispatcher", None)
-                if isinstance(dispatcher, FunctionalAllToAllTokenDispatcher) and dispatcher.ep_mesh:
+                dispatcher: Any = getattr(module, "token_dispatcher", None)
+                found = next((of_kind[k] for k in of_kind if isinstance(dispatcher, k)), None)
+                if found is not None and dispatcher.ep_mesh:
                     layer = next(x for x in canonical_fqn(name).split(".") if x.isdigit())
-                    self._dispatchers[layer] = dispatcher
+                    found[layer] = dispatcher
                     self._group = min(dist.get_process_group_ranks(dispatcher.ep_mesh.get_group()))
         # All ranks take part, also those of a stage without experts.
         self._store = this_job().subject("pace")
@@ -261,13 +321,29 @@ class PaceCheck(RunCheck):
         times = [meter.ms() for meter in meters.values()]
         wait_ms, travel_ms = (sum(ms[what] for ms in times) for what in ("wait", "travel"))
         tokens = {layer: meter.tokens for layer, meter in meters.items()}
-        if meters:  # most ranks have a logger that does nothing
+        worst = max((meter.worst for meter in meters.values()), default=0)
+        metrics, dropped = {}, 0.0
+        if meters:
             metrics = {
                 "titan_ext/waits for token counts(ms)": wait_ms,
                 "titan_ext/tokens travel to experts(ms)": travel_ms,
             }
+        if self._counted:
+            counted = torch.stack([each.rows for each in self._counted.values()]).tolist()
+            for each in self._counted.values():
+                each.rows.zero_()
+                worst = max(worst, each.worst)
+            came, lost = (sum(column) for column in list(zip(*counted, strict=True))[:2])
+            tokens |= {
+                layer: most - 1 for layer, (*_, most) in zip(self._counted, counted, strict=True)
+            }
+            dropped = 100 * lost / max(came, 1)
+            metrics["titan_ext/tokens dropped(%)"] = dropped
+        if metrics:  # most ranks have a logger that does nothing
             trainer.metrics_processor.logger.log(metrics, trainer.step)
-        row = RankStep(trainer.step, dist.get_rank(), self._group, wait_ms, step_ms, tokens)
+        row = RankStep(
+            trainer.step, dist.get_rank(), self._group, wait_ms, step_ms, tokens, worst, dropped
+        )
         if self._told is None or self._told.done():  # else the store is slow, and steps are not
             self._told = self._thread.submit(self._exchange, f"step {self._count}", row)
 
@@ -286,3 +362,13 @@ class PaceCheck(RunCheck):
             self._store.delete_key(key)
             rows = [RankStep(*json.loads(line)) for line in lines]
             self.monitor.take(rows[0].step, faults_of(rows))
+            self.monitor.take_drops(rows)
+            self._routing.take(rows)
+
+    def receipts(self) -> dict[str, Any]:
+        """What a dry run says of capacity; rank 0 has that of all ranks."""
+        routing = self._routing
+        if not routing.passes:
+            return {}
+        found = {"ep": self._ep, "most": routing.most, "passes": dict(routing.passes)}
+        return {"routing": found}

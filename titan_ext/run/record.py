@@ -10,7 +10,9 @@ A plan is the file of a dry run, in a process of its own. Nothing here can fail 
 """
 
 import contextlib
+import functools
 import json
+import operator
 import os
 import platform
 import shlex
@@ -112,9 +114,8 @@ class RunRecord(RunCheck):
         with _never_fails():
             self._entry |= {"ended": _now(), "ending": ending, "step": trainer.step}
             self._write(trainer)
-            for check in trainer.checks:
-                if isinstance(check, Receipts):
-                    self._entry["receipts"] = check.receipts()
+            receipts = [check.receipts() for check in trainer.checks]
+            self._entry["receipts"] = functools.reduce(operator.or_, receipts, {})
             self._write(trainer)
             if trainer.step >= trainer.config.training.steps and ending == "finished":
                 logger.info(what_is_next(trainer))

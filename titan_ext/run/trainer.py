@@ -199,14 +199,20 @@ class Trainer(TitanTrainer):
             offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
             records = getattr(self.debug, "record_collectives", False)
             for key, value, why in (
-                ("activation_checkpoint.op_policies: offload", offloads, "offload"),
-                ("debug.record_collectives", records, "record"),
+                (
+                    "activation_checkpoint.op_policies: offload",
+                    offloads,
+                    "a capture ends where all its streams are joined, and nobody waits for the "
+                    "copies to the host of a pass's last two blocks",
+                ),
+                (
+                    "debug.record_collectives",
+                    records,
+                    "a replayed CUDA graph runs no hook, so the notes would end with its capture",
+                ),
             ):
                 if value:
-                    raise ValueError(
-                        f"{key} needs training.disable_cuda_graphs = true: a replayed CUDA graph "
-                        f"runs no Python, neither FSDP's nor a hook, so there is nothing to {why}."
-                    )
+                    raise ValueError(f"{key} needs training.disable_cuda_graphs = true: {why}.")
 
     def __init__(self, config: Config) -> None:
         Mistakes(wrong_degrees(config, world_size(config))).raise_all()

@@ -39,6 +39,7 @@ from titan_ext.fsdp.collectives import Float8AllGather
 from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_precision
+from titan_ext.plan.verify.buffered import run_on_a_cpu
 from titan_ext.plan.verify.small import (
     MICROBATCHES,
     RESHARD,
@@ -74,6 +75,7 @@ ROUNDS = {
 
 
 _IN_A_BLOCK = re.compile(r"(mtp_)?layers\.[^.]+\.[^.]+")
+_DISPATCHER = "token_dispatcher"
 _FAR = 64.0
 """A bias of an expert that no score can make up for."""
 
@@ -128,6 +130,7 @@ class Arm:
                 set_key(config, RESHARD, "default")
             config.training.enable_cpu_offload = False  # Titan's pins memory, which no CPU can
             as_stock(config)
+        run_on_a_cpu(config, drops=bool(self.graphs))
         return config
 
     def saves(self, job: SmallJob) -> bool:
@@ -311,6 +314,11 @@ class _Watched:
             yield batch(range(first, first + size), self.job, self.arm.seed)
             first += ranks * size
 
+    def post_dataloading_process(self, input_dict: Any, labels: Any) -> Any:
+        # Else Inductor compiles FlexAttention's masks with a C++ compiler, for minutes.
+        with torch.compiler.set_stance("force_eager"):
+            return super().post_dataloading_process(input_dict, labels)  # type: ignore[misc]
+
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         super().train_step(data_iterator)  # type: ignore[misc]
         self.keep(cast(Any, self).step, dict(self.counts), grads=True)
@@ -329,6 +337,9 @@ class _Watched:
                 kind = "bias" if name.endswith("expert_bias_E") else "buffer"
                 if kind == "bias" or self.arm.graphs:
                     tensors[f"{kind}:{canonical_fqn(name)}"] = whole(buffer).clone()
+            for name, module in part.named_modules() if self.arm.graphs else ():
+                if (rows := getattr(getattr(module, _DISPATCHER, None), "rows", None)) is not None:
+                    tensors[f"buffer:{canonical_fqn(name)}.{_DISPATCHER}.rows"] = rows.clone()
         if step == STEPS and self.arm.saves(self.job):
             found |= self._states()
         keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})

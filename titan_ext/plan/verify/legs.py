@@ -220,7 +220,7 @@ class Legs:
             verdict.notes.append(f"{'engaged':10}float8: {said}")
         return verdict
 
-    def graphs(self, steps: int = 3, **choices: Any) -> Verdict:
+    def graphs(self, steps: int = STEPS, **choices: Any) -> Verdict:
         """Hold passes that are replayed as CUDA graphs would against the same in Python."""
         arm = Arm(fp32=False, exact=False, steps=steps, graphs="python", **choices)
         right, found = self._run(arm), self._run(replace(arm, graphs="replayed"))

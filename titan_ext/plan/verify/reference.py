@@ -5,6 +5,7 @@ One forward of all samples, one sum of losses over all tokens that count, one ba
 fp32 and in fp64; the distance between the two is what rounding alone does to each tensor.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,10 @@ from torchtitan.config import ParallelismConfig, derive
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
 from titan_ext.base import no_accelerator
+from titan_ext.components.dispatch import replace_configs
 from titan_ext.plan.verify.arm import Arm, batch, fill_model, gradients, samples_of_step
 from titan_ext.plan.verify.small import SmallJob
 
@@ -122,6 +125,8 @@ class Reference:
         spec, backend = config.model_spec, "partial_dtensor"
         config.parallelism = ParallelismConfig(data_parallel_shard_degree=1, spmd_backend=backend)
         dist_utils.set_spmd_backend(backend)
+        local = functools.partial(derive, target_cls=LocalTokenDispatcher.Config)
+        replace_configs(spec, BaseEPTokenDispatcher.Config, local)
         spec.model.update_from_config(config=config)
         self.config = config
         self.model = spec.model.build()

@@ -41,6 +41,7 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
+from titan_ext.plan.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
 
 VOCABULARY = 256
 MICROBATCHES = 3
@@ -301,6 +302,8 @@ def make_small(
     if spec is not None:
         small.model_spec = extend_model_spec(spec)
     plain = in_full_precision(small.model_spec, emulates=True)
+    plain |= with_kernels_of_a_gpu(small.model_spec)
+    run_on_a_cpu(small, drops=True)
     model = small.model_spec.model
     said = [f"{len(model.layers)} blocks of your own"]
     if spec is None:
@@ -616,9 +619,10 @@ def other_layouts(layout: Layout) -> list[Layout]:
 
 def decisions(config: Any, layout: Layout) -> dict[str, str]:
     """Decisions of a job's recipe that may depend on its size, by key, in words."""
-    spec = config.model_spec
+    config = copy.deepcopy(config)
+    run_on_a_cpu(config, drops=True)  # some dispatchers ask for a GPU as they are built
     with torch.device("meta"):
-        model = cast(Decoder, spec.model.build())
+        model = cast(Decoder, config.model_spec.model.build())
     recipe: Recipe = resolve(
         model,
         parallel_dims=layout.dims(config.parallelism.spmd_backend),

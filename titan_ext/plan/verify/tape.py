@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 from torch._C._distributed_c10d import FakeWork, Work
+from torch._library.opaque_object import CustomClassBase
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,13 +53,15 @@ class _Op(NamedTuple):
                 storage.resize_(nbytes)
         for generator, state in self.random:
             generator.set_state(state)
-        new = tree_leaves(_call(self.function, self.args, self.kwargs))
+        new = _leaves(_call(self.function, self.args, self.kwargs))
         for old, found in zip(self.out, new, strict=True):
             if isinstance(old, torch.Tensor) and _key(old) != _key(found) and old.numel():
                 old.copy_(found)
 
 
 class _Reads(TorchFunctionMode):
+    """Dynamo traces it with what it compiles, and guards what it asks: so it asks nothing."""
+
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
         self._note = note
@@ -72,7 +75,9 @@ class _Reads(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):
-    """Records what is computed inside of it.
+    """Records what is computed inside of it, if it ``listens``.
+
+    What is compiled in its modes is compiled again outside of them, so all passes run in a tape.
 
     Attributes:
         ops: The operations, with their tensors if the tape ``keeps`` them.
@@ -80,9 +85,11 @@ class Tape(TorchDispatchMode):
         reads: Where the host reads a value.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], *, keeps: bool) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module] = (), *, keeps: bool = False, listens: bool = True
+    ) -> None:
         super().__init__()
-        self._keeps = keeps
+        self._keeps, self.listens = keeps, listens
         self._names = {m: canonical_fqn(n) for part in parts for n, m in part.named_modules()}
         self.ops: list[_Op] = []
         self.calls: list[tuple[str, str]] = []
@@ -94,13 +101,15 @@ class Tape(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.listens:
+            return func(*args, **kwargs)
         if any(kind not in (torch.Tensor, nn.Parameter, nn.Buffer) for kind in types):
             return NotImplemented  # DTensor and its like first become plain tensors
-        kwargs = kwargs or {}
         given = tree_leaves((args, kwargs))
         random = [(x, x.get_state()) for x in given if isinstance(x, torch.Generator)]
         result = _call(func, args, kwargs)
-        out, where = tree_leaves(result), self._where(sys._getframe(1))
+        out, where = _leaves(result), self._where(sys._getframe(1))
         if _reads_values(func, given):
             self.note_read(str(func), where)
         numbers = [x for x in given if isinstance(x, bool | int | float)]
@@ -122,11 +131,13 @@ class Tape(TorchDispatchMode):
         return (*result[:-1], done) if isinstance(result, tuple | list) else done
 
     def note_read(self, what: str, where: str = "") -> None:
+        if not self.listens:
+            return
         where = where or self._where(sys._getframe(2))
         said = f"{where}: the host reads a value ({what})"
         self.reads[said + (_DISPATCHERS if "Dispatcher" in where else "")] = None
 
-    def record(self, function: Callable[..., Any], *args: Any) -> Any:
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
         with _Reads(self.note_read), self:
             return function(*args)
 
@@ -143,6 +154,12 @@ class Tape(TorchDispatchMode):
             path = Path(site.f_code.co_filename)
             line = f"{site.f_code.co_qualname} ({path.parent.name}/{path.name}:{site.f_lineno})"
         return " in ".join(filter(None, [line, module]))
+
+
+def _leaves(result: Any) -> list[Any]:
+    """What an operation returns; for the handle of a dispatcher's what that holds."""
+    found = tree_leaves(result)
+    return tree_leaves([x.value if isinstance(x, CustomClassBase) else x for x in found])  # type: ignore[attr-defined]
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -188,11 +205,11 @@ class Replayed:
         arguments = inputs, labels, tokens, extra
         if self.seen["passes"] <= _WARM_UP:
             self._spec = CUDAGraphInputSpec(extra)
-            return self.function(*arguments)
+            return Tape(listens=False).run(self.function, *arguments)
         flat = [inputs, labels, tokens, *self._spec.flatten(extra)]
         if self._tape is None:
             self._tape, self._inputs = Tape(self.parts, keeps=self.replays), flat
-            self._loss = self._tape.record(self.function, *arguments)
+            self._loss = self._tape.run(self.function, *arguments)
             self.seen |= {"reads": list(self._tape.reads), "ops": len(self._tape.ops)}
             self.seen["writers"] = self._writers(self._tape)
         elif self.replays and not self._tape.reads:
@@ -200,12 +217,11 @@ class Replayed:
                 if isinstance(old, torch.Tensor):
                     old.copy_(new)
             self._tape.replay()
-        elif self.seen["passes"] != _AGAIN:
-            return self.function(*arguments)
         else:
-            tape = Tape(self.parts, keeps=False)
-            loss = tape.record(self.function, *arguments)
-            self.seen["change"] = _change(self._tape.calls, tape.calls)
+            tape = Tape(self.parts, listens=self.seen["passes"] == _AGAIN)
+            loss = tape.run(self.function, *arguments)
+            if tape.listens:
+                self.seen["change"] = _change(self._tape.calls, tape.calls)
             return loss
         return self._loss
 
@@ -233,6 +249,7 @@ def _change(first: Sequence[tuple[str, str]], later: Sequence[tuple[str, str]]) 
 def judge_replay(folders: Sequence[Path], seen: Sequence[Mapping[str, Any]], steps: int) -> Verdict:
     """Hold a job whose passes are replayed against the same one in Python, bit for bit."""
     verdict, (graph, python) = Verdict(step=1), (each["graph"] for each in seen)
+    found: dict[str, torch.Tensor] = {}
     if reads := graph["reads"]:
         verdict.wrong["host"] = [Wrong(read, 0.0) for read in reads]
         return verdict
@@ -244,6 +261,10 @@ def judge_replay(folders: Sequence[Path], seen: Sequence[Mapping[str, Any]], ste
         if not verdict.is_right:
             break
         try_canary(lambda verdict, x, right=right: judge_equal(verdict, x, right), found, 0)
+    if counted := [rows for name, rows in found.items() if name.endswith(".rows")]:
+        came, dropped, _ = torch.stack(counted).sum(0).tolist()
+        said = f"{100 * dropped / came:.1f}% of the tokens that came, with the copy's routing"
+        verdict.notes.append(f"{'dropped':10}{said}")
     off = {wrong.name for of_kind in verdict.wrong.values() for wrong in of_kind}
     known = [(*graph["writers"][name], name) for name in off & graph["writers"].keys()]
     for _, writer, name in sorted(known)[:1]:
