@@ -22,6 +22,7 @@ from tests.verify.faults import (
     ALL_RESUMES,
     FAULTS,
     IN_KEYS,
+    IN_THE_LAST_STEP,
     IN_THE_MODEL,
     OF_ADAPTERS,
     OF_COMPILED,
@@ -160,7 +161,9 @@ def _sweep(
             trained = comparison._trained.items() if _is_of_resume(fault) else ()
             comparison._trained = {call: arm for call, arm in trained if call[1] is None}
             comparison._resumes = True
-            wrong = {} if fault in IN_KEYS else comparison.axes().wrong
+            is_late = not fault or _is_of_resume(fault) or fault in IN_THE_LAST_STEP
+            steps = {} if is_late else {"steps": 2}
+            wrong = {} if fault in IN_KEYS else comparison.axes(**steps).wrong
             if fault in IN_KEYS or (not fault and set(faults) & set(IN_KEYS)):
                 wrong |= comparison.keys().wrong
             found[fault] = {kind: [*map(str, each)] for kind, each in wrong.items()}
@@ -510,10 +513,6 @@ def test_a_model_of_the_users_is_not_made_smaller():
     model = job.config.model_spec.model
     assert (len(model.layers), model.dim) == (6, 256)
     assert differences(job.decisions, decisions(job.config, job.layout)) == []
-    odd: Any = model_registry("debugmodel")
-    odd.model.vocab_size = 100
-    with pytest.raises(ValueError, match="--model has a vocabulary of 100"):
-        make_small(config, large, spec=odd)
 
 
 def test_a_small_layout_loses_no_axis():
@@ -553,9 +552,9 @@ def test_a_small_layout_loses_no_axis():
         small_layout(large, "spmd_types")
 
 
-@pytest.mark.parametrize(("routing", "load"), [("idle", 0), ("skewed", 768), ("balanced", None)])
+@pytest.mark.parametrize(("routing", "load"), [("idle", 0), ("skewed", 1152), ("balanced", None)])
 def test_all_tokens_go_to_an_expert_or_none(routing: str, load: int | None):
-    """Of two ranks with two sequences of 64 tokens in each of three microbatches."""
+    """Of two ranks with four sequences of 72 tokens in each of two microbatches."""
     from titan_ext.plan.verify.legs import _check_routing
     from titan_ext.plan.verify.reference import Reference
 

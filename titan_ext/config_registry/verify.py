@@ -112,7 +112,9 @@ class Verify:
                 f"the small copy makes other decisions than the job: {'; '.join(changed)}."
             )
         print(f"model     {job.summary}: {job.parameters / 1e6:.1f} M parameters")
-        print(f"layout    {job.large_layout} -> {job.layout}", flush=True)
+        print(f"layout    {job.large_layout} -> {job.layout}")
+        sizes = [f"{axis} {size:,} -> {now:,}" for axis, (size, now) in job.shape.items()]
+        print(f"shape     {', '.join(sizes)}", flush=True)
         is_right, not_here = self._look_at_data(job, folder)
         with Legs(job, folder) as legs:
             wrong: dict[str, Verdict] = {}
