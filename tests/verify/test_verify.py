@@ -282,7 +282,9 @@ def test_a_v_shaped_pipeline_has_its_losses_on_its_first_ranks(tmp_path: Path):
     code, said = _run_command(tmp_path, "--ranks", "2", "--quick", config="v.toml")
     assert (code, "WRONG" in said) == (0, False), said
     assert re.search(r"^RIGHT \(dtypes not compared, \d+ s, ", said, re.M)
-    assert re.search(r"^not reached here: more .*, steps after 3, .* stock has, too$", said, re.M)
+    assert re.search(r"^not reached here: what more of a size .*", said, re.M)
+    shape = dict(re.findall(r"^ {10}([a-z ]+?) +[\d,]+ +([\d,]+)$", said, re.M))
+    assert (shape["blocks"], shape["words"], shape["steps"]) == ("6", "320", "4")
     assert re.search(r"^  loss +(equal|rounding only)", said, re.M)
     assert "6 -> 6 blocks" in said  # two stages a rank, of two blocks where the model has them
 
@@ -499,6 +501,70 @@ def test_ranks_have_as_many_experts_and_rows(
     for part in (moe.router, moe.routed_experts.token_dispatcher):
         assert (part.num_experts, part.top_k) == (experts, top_k)
     assert decisions(job.config, job.layout).get("shards") == shards
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "shape"),
+    [
+        (4, {}, {"blocks": 5, "words": 320, "sequences": 4, "microbatches": 2, "steps": 4}),
+        (4, {"training.seq_len": 254}, {"tokens of a sequence": 70}),
+        (4, {"training.seq_len": 40}, {"tokens of a sequence": 40}),
+        (4, {"training.local_batch_size": 1}, {"sequences": 1}),
+        (4, {"training.local_batch_size": 9}, {"sequences": 5}),
+        (4, {"training.global_batch_size": 48}, {"microbatches": 3}),
+        (4, {"training.global_batch_size": 112}, {"microbatches": 5}),
+        (4, {"training.global_batch_size": 160}, {"microbatches": 4}),
+        (8, {}, {"ranks": 8, "replicas": 1}),
+        (64, {}, {"ranks": 8, "experts a rank": 3}),  # more ranks than experts
+        (8, {"parallelism.expert_parallel_degree": 8}, {"ranks": 4, "experts a rank": 1}),
+        (8, {"parallelism.data_parallel_replicate_degree": 2}, {"ranks": 8, "replicas": 2}),
+        (16, {"parallelism.data_parallel_replicate_degree": 4}, {"ranks": 16, "replicas": 4}),
+        (8, {"parallelism.data_parallel_replicate_degree": 4}, {"ranks": 8, "replicas": 4}),
+    ],
+)
+def test_each_size_keeps_its_class(ranks: int, flags: dict[str, int], shape: dict[str, int]):
+    job = _small("moe_debug.toml", tuple(f"--{key}={value}" for key, value in flags.items()), ranks)
+    assert {axis: job.shape[axis][1] for axis in shape} == shape
+    training, samples = job.config.training, job.samples
+    assert (samples.length, samples.microbatch) == (training.seq_len, training.local_batch_size)
+
+
+@pytest.mark.parametrize(
+    ("count", "kept"),
+    [(1, (0,)), (4, (0, 1, 2, 3)), (27, (0, 1, 2, 13, 26)), (61, (0, 1, 2, 30, 60))],
+)
+def test_blocks_at_the_ends_and_in_the_middle_remain(count: int, kept: tuple[int, ...]):
+    """And a second one of each kind: here of the dense one, which is the first of all."""
+    from titan_ext.config_registry.resolve import resolve
+    from titan_ext.plan.verify.small import _kept_layers
+
+    config: Any = resolve("moe_debug.toml").config
+    dense, *experts = config.model_spec.model.layers
+    config.model_spec.model.layers = [dense, *(experts[0] for _ in range(count - 1))]
+    assert _kept_layers(config) == kept
+
+
+def test_what_counts_and_how_far_a_step_goes():
+    """Documents of each sequence, microbatches and ranks without labels, and where it clips."""
+    from titan_ext.plan.verify.arm import batch, max_norm, samples_of_step
+
+    job = _small("moe_debug.toml", (), 4)
+    samples = job.samples
+    of_microbatch = samples.step // samples.passes
+    for step in (1, 2, 3):
+        inputs, labels = batch(samples_of_step(job, step), job, 0)
+        documents = (inputs["positions"] == 0).sum(-1)
+        assert set(documents[: samples.microbatch].tolist()) == {1, 2, 4}
+        assert int(inputs["positions"].max()) == samples.length - 1 > 64
+        assert int(inputs["input"].max()) == job.config.model_spec.model.vocab_size - 1 > 256
+        counted = (labels != -100).any(-1).view(samples.passes, samples.ranks, -1)
+        idle = {2: [(-1, slice(None))], 3: [(slice(None), 0)]}.get(step, [])
+        for passes, ranks in idle:
+            assert not counted[passes, ranks].any()
+            counted[passes, ranks] = True
+        assert counted.all()
+        assert (max_norm(job, step) < 1) == (step != 2)
+    assert of_microbatch * samples.passes == samples.step
 
 
 def test_a_model_of_the_users_is_not_made_smaller():

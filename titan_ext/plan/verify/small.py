@@ -604,7 +604,8 @@ def _shape(
 
     passes = batch.passes_of_step(config, large.data_ranks)
     before, after = sizes(config, large, passes), sizes(small, layout, samples.passes)
-    return {axis: (size, after[axis]) for axis, size in before.items() if axis in after}
+    shape = {axis: (size, after[axis]) for axis, size in before.items() if axis in after}
+    return shape | {"steps": (config.training.steps, small.training.steps)}
 
 
 def _silence(config: Any) -> None:
