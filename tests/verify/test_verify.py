@@ -518,7 +518,7 @@ def test_ranks_have_as_many_experts_and_rows(
         (64, {}, {"ranks": 8, "experts a rank": 3}),  # more ranks than experts
         (8, {"parallelism.expert_parallel_degree": 8}, {"ranks": 4, "experts a rank": 1}),
         (8, {"parallelism.data_parallel_replicate_degree": 2}, {"ranks": 8, "replicas": 2}),
-        (16, {"parallelism.data_parallel_replicate_degree": 4}, {"ranks": 16, "replicas": 4}),
+        (16, {"parallelism.data_parallel_replicate_degree": 4}, {"ranks": 12, "replicas": 3}),
         (8, {"parallelism.data_parallel_replicate_degree": 4}, {"ranks": 8, "replicas": 4}),
     ],
 )
