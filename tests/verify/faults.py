@@ -182,7 +182,8 @@ def own_tokens() -> Any:
     """Each microbatch is divided by its own tokens."""
 
     def divided(trainer: Any, method: Any, *, labels: Any, **arguments: Any) -> Any:
-        counted = (labels != -100).sum() * trainer.job.samples.ranks * trainer.job.samples.passes
+        samples, counted = trainer.job.samples, (labels != -100).sum().clamp(min=1)
+        counted *= samples.ranks * samples.passes
         return method(labels=labels, **{**arguments, "global_valid_tokens": counted})
 
     return _trainers(forward_backward_step=divided)
@@ -777,6 +778,20 @@ FAULTS |= {
     name: (functools.partial(_resumes, change), "resume", says)
     for name, (change, says) in RESUMES.items()
 }
+AT_ONCE = ("load counted twice", "norm times 1.41", "too small a step")
+"""Faults of which each has a category of its own."""
+ALL_AT_ONCE = " and ".join(AT_ONCE)
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for fault in AT_ONCE:
+            stack.enter_context(FAULTS[fault][0]())
+        yield
+
+
+FAULTS[ALL_AT_ONCE] = (_at_once, "norm", "1.4100")
 FAULTS[ALL_RESUMES] = (
     functools.partial(_resumes, *(change for change, _ in RESUMES.values())),
     "resume",
