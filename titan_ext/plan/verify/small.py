@@ -45,7 +45,7 @@ from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precisio
 STEPS, STEPS_OF_KEYS = 3, 2
 """Steps beside one process, and beside stock."""
 _MANY = {"words": (257, 64), "tokens": (65, 8), "sequences": (5, 1), "passes": (4, 2)}
-_MANY |= {"experts a rank": (3, 2), "blocks": (5, 1), "replicas": (3, 1)}
+_MANY |= {"blocks": (5, 1), "replicas": (3, 1)}
 """By axis the least size of which the copy has all that "many" can change, such as a second byte of
 a word, and of what a size keeps its remainder."""
 _MASK_BLOCK = 128
