@@ -416,6 +416,29 @@ def test_what_is_compiled_runs_in_fp32():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+def test_places_that_round_for_no_kernel_are_named():
+    from titan_ext.plan.verify.arm import KeepDtype
+
+    class Experts:
+        _grouped_mm = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.bfloat16() * 1
+
+    def rounds(x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).float()
+
+    x, rounded = torch.tensor([1 + 2**-20]), set[str]()
+    with KeepDtype(rounded):
+        assert torch.equal(Experts().forward(x), x)
+        assert not rounded
+        assert torch.equal(rounds(x), torch.ones(1))
+    (place,) = rounded
+    assert re.fullmatch(rf"{re.escape(__file__)}:\d+ \(.*\.rounds\)", place)
+    with KeepDtype():
+        assert torch.equal(rounds(x), x)
+
+
 def test_parameters_in_bf16_are_fp32_in_the_first_comparison():
     from titan_ext.plan.verify.arm import Arm
 

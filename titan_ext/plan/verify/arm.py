@@ -18,7 +18,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torchao
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
@@ -68,7 +67,9 @@ ROUNDS = {
 """Keys that change the order of sums, and values that do not."""
 
 
-_TORCH, _TORCHAO, _OURS = (Path(m.__file__).parent for m in (torch, torchao, titan_ext))
+_TORCH, _OURS = (Path(module.__file__).parent for module in (torch, titan_ext))
+_NO_MODEL = {"distributed", "optim", "optimizer", "torchao"}
+"""Folders of torch and Titan, and a package, in which dtypes are those of the config."""
 _IN_A_BLOCK = re.compile(r"(mtp_)?layers\.[^.]+\.[^.]+")
 _FAR = 64.0
 """A bias of an expert that no score can make up for."""
@@ -179,12 +180,12 @@ class KeepDtype(TorchDispatchMode):
 def _place_in_a_model(frame: Any) -> str:
     """Line and function of a model that a frame is called from; "" in what dtypes are for.
 
-    That is FSDP, torchao, compiled code, and modules with a ``_grouped_mm``, whose kernel takes
-    bfloat16 alone.
+    That is FSDP, optimizers, torchao, compiled code, and modules with a ``_grouped_mm``, whose
+    kernel takes bfloat16 alone.
     """
     while frame is not None:
         code, file = frame.f_code, Path(frame.f_code.co_filename)
-        is_meant = file.is_relative_to(_TORCH / "distributed") or file.is_relative_to(_TORCHAO)
+        is_meant = not _NO_MODEL.isdisjoint(file.parts)
         of_experts = hasattr(frame.f_locals.get("self"), "_grouped_mm")
         if is_meant or of_experts or code.co_filename.startswith("<"):
             return ""
