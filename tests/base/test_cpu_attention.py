@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
-from titan_ext.base.no_accelerator import CausalAttention
+from titan_ext.base.no_accelerator import CausalAttention, PlainVarlenAttention
 
 B, L, N, H = 2, 9, 4, 8
 
@@ -52,3 +53,19 @@ def test_log_sum_exp_carries_a_gradient():
     assert q.grad is not None
     assert q.grad.abs().sum() > 0
     assert v.grad is None or not v.grad.any()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_documents_are_those_of_varlen_attention(window: int | None):
+    """Two in the first sequence and three in the second one, each with its own positions."""
+    positions_BL = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 0, 1, 2, 3, 4]])
+    q, k, v = torch.randn(3, 2, 8, 4, 16)
+    attention = PlainVarlenAttention.Config(window_size=((window or 0) - 1, 0)).build()
+    masks = create_varlen_metadata_for_document(positions_BL)
+    out = attention(q, k, v, attention_masks=masks)
+    of_documents = CausalAttention.Config(window=window).build()
+    documents_BL = (positions_BL == 0).cumsum(-1)
+    assert torch.equal(out, of_documents(q, k, v, attention_masks=documents_BL))
+    alone = of_documents(*(t[1:, 3:] for t in (q, k, v)))
+    torch.testing.assert_close(out[1:, 3:], alone)
+    assert not torch.allclose(out, of_documents(q, k, v))

@@ -12,6 +12,10 @@ import pytest
 import torch
 import torch.nn as nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torchtitan.models.common.attention import (
+    get_causal_mask_mod,
+    get_efficient_causal_mask_mod_for_packed_document,
+)
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import Collective, count
@@ -156,6 +160,21 @@ def test_masks_that_the_model_did_not_make_are_refused():
     for _ in range(2):
         with pytest.raises(ValueError, match="this call has masks of another kind"):
             of_model(masks(6, 4), positions, halves)
+
+
+def test_masks_of_one_row_are_made_by_other_code():
+    """Of two sequences each half has one (torchtitan/models/common/attention.py)."""
+
+    def masks(positions: torch.Tensor) -> Any:
+        documents = get_efficient_causal_mask_mod_for_packed_document(positions)
+        made = and_masks(get_causal_mask_mod(), documents)
+        return create_block_mask(made, len(positions), None, 32, 32, "cpu")
+
+    positions = torch.arange(32).expand(2, -1)
+    made = _Masks(SimpleNamespace(get_attention_masks=masks))(  # type: ignore[arg-type]
+        masks(positions), positions, (slice(0, 1), slice(1, 2))
+    )
+    assert [mask.shape[0] for mask in made] == [1, 1]
 
 
 def test_ranks_of_halves_get_as_many_sequences(monkeypatch: pytest.MonkeyPatch, one_rank: None):

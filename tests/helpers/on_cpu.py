@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 from torch.nn import init
-from torch.nn.attention.flex_attention import create_block_mask
-from torchtitan.models.common import attention
 
 from titan_ext.base import no_accelerator
 
@@ -41,10 +38,6 @@ def flex_on_cpu() -> Iterator[None]:
 
     What else is compiled stays so, as it would not with ``torch.compiler.set_stance``.
     """
-    patch = unittest.mock.patch.object
-    with (
-        patch(no_accelerator, "adapt_spec", no_accelerator.keep_masks),
-        patch(attention, "_compiled_create_block_mask", create_block_mask),
-        patch(context_parallel, "_compiled_create_block_mask", create_block_mask),
-    ):
+    adapted = unittest.mock.patch.object(no_accelerator, "adapt_spec", no_accelerator.keep_masks)
+    with adapted, no_accelerator.eager_masks():
         yield

@@ -20,7 +20,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.quantization import Float8Linear
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import MoE, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.deepseek_v3 import mtp
 
 from titan_ext.activation_checkpoint import partition
@@ -182,7 +182,8 @@ def own_tokens() -> Any:
     """Each microbatch is divided by its own tokens."""
 
     def divided(trainer: Any, method: Any, *, labels: Any, **arguments: Any) -> Any:
-        counted = (labels != -100).sum() * trainer.job.layout.data_ranks * arm.MICROBATCHES
+        samples, counted = trainer.job.samples, (labels != -100).sum().clamp(min=1)
+        counted *= samples.ranks * samples.passes
         return method(labels=labels, **{**arguments, "global_valid_tokens": counted})
 
     return _trainers(forward_backward_step=divided)
@@ -250,6 +251,111 @@ def _router(change: Callable[..., Any]) -> Iterator[None]:
 
     with patch(TokenChoiceTopKRouter, "forward", forward):
         yield
+
+
+def gate_in_bf16() -> Any:
+    """The router's logits are rounded, in the model itself."""
+    return _rounds(TokenChoiceTopKRouter, 0)
+
+
+def sum_of_experts_in_bf16() -> Any:
+    """What experts return is rounded before shared experts add theirs."""
+    return _rounds(RoutedExperts, None)
+
+
+@contextlib.contextmanager
+def _rounds(kind: Any, part: int | None) -> Iterator[None]:
+    real = kind.forward
+
+    @functools.wraps(real)  # sharding reads the names of its arguments
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(self, *args, **kwargs)
+        if part is None:
+            return out.bfloat16().to(out.dtype)
+        return tuple(
+            each.bfloat16().to(each.dtype) if i == part else each for i, each in enumerate(out)
+        )
+
+    with patch(kind, "forward", forward):
+        yield
+
+
+def _microbatches(change: Callable[..., None]) -> Any:
+    """``change`` inputs and labels of each microbatch, in place."""
+
+    def once(trainer: Any, method: Any, *, input_dict: Any, labels: Any, **arguments: Any) -> Any:
+        inputs = {name: tensor.clone() for name, tensor in input_dict.items()}
+        change(trainer, inputs, labels := labels.clone(), **arguments)
+        return method(input_dict=inputs, labels=labels, **arguments)
+
+    return _trainers(forward_backward_step=once)
+
+
+def far_words() -> Any:
+    """Words that a byte cannot count are other ones."""
+    return _microbatches(lambda trainer, inputs, *_, **__: inputs["input"].remainder_(256))
+
+
+def far_positions() -> Any:
+    """A table of rotations ends after 64 tokens."""
+    return _microbatches(lambda trainer, inputs, *_, **__: inputs["positions"].clamp_(max=63))
+
+
+def fourth_sequence() -> Any:
+    """A microbatch is cut after three."""
+    return _microbatches(lambda trainer, inputs, labels, **_: labels[3:].fill_(-100))
+
+
+def rank_without_tokens() -> Any:
+    """A rank whose tokens do not count trains on them; others have some that do."""
+
+    def trained(trainer: Any, inputs: Any, labels: torch.Tensor, **_: Any) -> None:
+        counts = labels.new_tensor([int((labels != -100).sum())])
+        others = counts.clone()
+        dist.all_reduce(others)
+        if others and not counts:
+            labels.clamp_(min=0)
+
+    return _microbatches(trained)
+
+
+def last_block() -> Any:
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if name.startswith("layers.4."):
+            grad.mul_(0.5)
+
+    return _gradients(change)
+
+
+def third_step() -> Any:
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if trainer.step >= 3:
+            grad.mul_(1.01)
+
+    return _gradients(change)
+
+
+def idle_rank() -> Any:
+    """A rank whose experts get no token sends gradients that it has not made."""
+
+    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
+        if _is_expert(name) and not grad.any():
+            grad.add_(1e-3)
+
+    return _gradients(change)
+
+
+def always_clipped() -> Any:
+    """Gradients are scaled to ``max_norm`` where they are below it, too."""
+    real = dist_utils.clip_grad_norm_
+
+    def clip(parameters: Any, max_norm: float, **arguments: Any) -> torch.Tensor:
+        norm = real(parameters, max_norm, **arguments)
+        for param in parameters if float(norm) < max_norm else ():
+            local(param.grad).mul_(2)
+        return norm
+
+    return patch(dist_utils, "clip_grad_norm_", clip)
 
 
 def detached_router() -> Any:
@@ -604,6 +710,17 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a step too many": (a_step_too_many, "optimizer", "is 0.73"),
     "a router detached in the model": (detached_router, "grads", "router.gate.weight (without"),
     "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
+    "words over 256": (far_words, "grads", ""),
+    "positions over 64": (far_positions, "grads", "attention"),
+    "a fourth sequence": (fourth_sequence, "grads", ""),
+    "a rank without tokens": (rank_without_tokens, "grads", ""),
+    "a fifth block": (last_block, "grads", "layers.4."),
+    "a third step": (third_step, "grads", "1.0100 of the right one"),
+    "an idle rank": (idle_rank, "grads", "inner_experts"),
+    "clipped below the norm": (always_clipped, "grads", "2.0000 of the right one"),
+    "masks across documents": (across_documents, "grads", ""),
+    "a gate in bf16": (gate_in_bf16, "grads", "router"),
+    "a sum in bf16": (sum_of_experts_in_bf16, "grads", ""),
 }
 """By name: the fault, the category that must be WRONG, and what its line must name."""
 OF_FLOAT8: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -620,7 +737,7 @@ OF_KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
 """Faults of blocks and modules that the other job does not have."""
 OF_CONTEXT: dict[str, tuple[Callable[[], Any], str, str]] = {
     "own keys and values": (own_keys_and_values, "grads", "attention"),
-    "attention across documents": (across_documents, "grads", ""),
+    "masks of context ranks": (across_documents, "grads", ""),
 }
 """Faults of context parallelism."""
 OF_REPLICAS: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -644,8 +761,10 @@ OF_COMPILED: dict[str, tuple[Callable[[], Any], str, str]] = {
         "of the right one",
     ),
 }
-IN_THE_MODEL = ("a router detached in the model",)
+IN_THE_MODEL = ("a router detached in the model", "masks across documents")
+IN_THE_MODEL += ("a gate in bf16", "a sum in bf16")
 """Faults of the model itself: the reference has them, too."""
+IN_THE_LAST_STEP = ("a rank without tokens", "a third step", "an idle rank")
 IN_KEYS = (
     "bf16 over TP",
     "bf16 before a reduction",
@@ -659,6 +778,20 @@ FAULTS |= {
     name: (functools.partial(_resumes, change), "resume", says)
     for name, (change, says) in RESUMES.items()
 }
+AT_ONCE = ("load counted twice", "norm times 1.41", "too small a step")
+"""Faults of which each has a category of its own."""
+ALL_AT_ONCE = " and ".join(AT_ONCE)
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for fault in AT_ONCE:
+            stack.enter_context(FAULTS[fault][0]())
+        yield
+
+
+FAULTS[ALL_AT_ONCE] = (_at_once, "norm", "1.4100")
 FAULTS[ALL_RESUMES] = (
     functools.partial(_resumes, *(change for change, _ in RESUMES.values())),
     "resume",

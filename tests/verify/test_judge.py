@@ -164,7 +164,7 @@ def test_an_arm_is_trained_once(tmp_path: Path):
     class Ranks:
         def call(self, call: Any) -> list[dict[str, Any]]:
             trained.append(call)
-            rank = {"digests": {}, "engaged": {}}
+            rank = {"digests": {}, "engaged": {}, "rounded": []}
             return [rank | {"has_loss": True, "loss": [1.0]}, rank | {"has_loss": False}]
 
     trained: list[Any] = []
@@ -357,7 +357,7 @@ def test_near_ties_are_drawn_again(gaps: list[float], draws: int, is_right: bool
     class Told(Legs):
         def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:
             seeds.append(arm.seed)
-            return Trained(Path(), {"apart": []})
+            return Trained(Path(), {"apart": [], "rounded": ["a place"]})
 
     seeds: list[int] = []
     checkpoint = SimpleNamespace(enable=False)

@@ -17,6 +17,8 @@ the same two in the modules ``_HOLDERS_OF_A_COPY`` copied them at import
 ``has_cuda_capability``, ``has_rocm_capability``   ask this machine where the job of a dry run has
 of ``tools.utils`` and ``_ASK_THE_DEVICE``         another (``as_with_an_accelerator``, meanwhile)
 ``aten::mm``, ``bmm``, ``addmm``, ``baddbmm``      take 100 times as long without AVX-512 (bf16)
+``_compiled_create_block_mask`` of Titan, torch    takes seconds to compile on a CPU
+                                                   (``eager_masks``, meanwhile)
 ``torch.distributed.all_to_all``                   gloo has none of uneven lists, as stock Titan
                                                    sends tokens (``list_all_to_all``, meanwhile)
 =================================================  ===============================================
@@ -61,14 +63,17 @@ import torch.nn as nn
 from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import CommConfig, derive
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common import attention
 from torchtitan.models.common.attention import (
     FlexAttention,
     ScaledDotProductAttention,
     VarlenAttention,
+    VarlenMetadata,
 )
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
@@ -227,8 +232,8 @@ def adapt_spec(spec: ModelSpec) -> None:
         return
     for kind in (FlexAttention, VarlenAttention):
         found = _of_titan(spec, kind)
-        for _, _, attention, key in found:
-            setattr(attention, key, _cpu_attention(attention))
+        for _, _, parent, key in found:
+            setattr(parent, key, _cpu_attention(parent))
         if found:
             name = type(_cpu_attention(found[0][2])).__qualname__.split(".")[0]
             logger.info(
@@ -247,22 +252,30 @@ def _of_titan(spec: ModelSpec, kind: Any) -> list[tuple[str, Any, Any, str]]:
     return [at for at in configs if at[1]._owner.forward is kind.forward]
 
 
-def keep_masks(spec: ModelSpec) -> None:
-    """Let ``PlainFlexAttention`` stand for FlexAttention in a model spec, in place.
+def keep_masks(spec: ModelSpec, *, documents: bool = False) -> None:
+    """Let attention in plain operations with the model's own masks stand in a spec, in place.
 
     ``adapt_spec`` then leaves it, so that documents and context parallelism stay. Its masks are
-    made by compiled functions of torch and Titan: ``torch.compiler.set_stance`` makes them eager.
+    made by compiled functions of torch and Titan: ``eager_masks`` makes them eager.
+
+    Args:
+        documents: ``CausalAttention`` instead, which gets the number of each token's document in
+            place of masks.
     """
     if not adapts():
         return
-    for _, flex, parent, key in _of_titan(spec, FlexAttention):
-        setattr(parent, key, derive(flex, PlainFlexAttention.Config))
+    plain: Any = {FlexAttention: PlainFlexAttention, VarlenAttention: PlainVarlenAttention}
+    for kind, with_masks in plain.items():
+        for _, own, parent, key in _of_titan(spec, kind):
+            window = getattr(parent, "sliding_window_size", None)
+            its = CausalAttention.Config(window=window) if documents else None
+            setattr(parent, key, its or derive(own, with_masks.Config))
 
 
-def _cpu_attention(attention: Any) -> ScaledDotProductAttention.Config:
+def _cpu_attention(parent: Any) -> ScaledDotProductAttention.Config:
     """The replacement for an attention config's inner attention."""
-    if hasattr(attention, "sliding_window_size"):  # gpt_oss (its sinks need the lse), muse_glimmer
-        return CausalAttention.Config(window=attention.sliding_window_size)
+    if hasattr(parent, "sliding_window_size"):  # gpt_oss (its sinks need the lse), muse_glimmer
+        return CausalAttention.Config(window=parent.sliding_window_size)
     return ScaledDotProductAttention.Config()
 
 
@@ -293,11 +306,13 @@ class CausalAttention(ScaledDotProductAttention):
         *,
         scale: float | None = None,
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        attention_masks: Any = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend. Key and value heads are repeated where there are fewer of them than queries'.
 
         Args:
+            attention_masks: The number ``(B, L)`` of each token's document, if those are apart.
             scale: Factor of the scores; 1 / sqrt(H) if None.
             out_transform: Called with the output ``(B, L, N, H)`` and the log-sum-exp of the
                 scores ``(B, L, N)`` in fp32.
@@ -310,7 +325,11 @@ class CausalAttention(ScaledDotProductAttention):
         hidden_LL = distance_LL < 0
         if self.window is not None:
             hidden_LL |= distance_LL >= self.window
-        return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_LL, scale, out_transform)
+        if attention_masks is None:
+            return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_LL, scale, out_transform)
+        of_B1L = attention_masks[:, None]
+        hidden_B1LL = hidden_LL | (of_B1L[..., None] != of_B1L[..., None, :])
+        return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_B1LL, scale, out_transform)
 
 
 class PlainFlexAttention(FlexAttention):
@@ -343,6 +362,36 @@ class PlainFlexAttention(FlexAttention):
         batch, queries, keys = len(q_BLNH), q_BLNH.shape[1], k_BLNH.shape[1]
         seen_B1LS = create_mask(attention_masks.mask_mod, batch, 1, queries, keys, q_BLNH.device)
         return _attend(q_BLNH, k_BLNH, v_BLNH, ~seen_B1LS, scale, out_transform)
+
+
+class PlainVarlenAttention(VarlenAttention):
+    """VarlenAttention in plain torch operations: a document is what its metadata delimit."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(VarlenAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: VarlenMetadata,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend to the tokens of a document in the window before each, as its kernel does."""
+        at_BL = torch.arange(q_BLNH[..., 0, 0].numel()).view(q_BLNH.shape[:2])
+        document_BL = torch.bucketize(at_BL, attention_masks.cu_seq_q, right=True)
+        distance_BLL = at_BL[:, :, None] - at_BL[:, None]
+        hidden_BLL = (distance_BLL < 0) | (document_BL[:, :, None] != document_BL[:, None])
+        before, after = self.window_size
+        assert after == 0
+        if before >= 0:
+            hidden_BLL |= distance_BLL > before
+        return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_BLL[:, None], scale, out_transform)
 
 
 def _attend(
@@ -411,6 +460,16 @@ def reduce_without_premul_sum(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+@contextlib.contextmanager
+def eager_masks() -> Iterator[None]:
+    """A context in which FlexAttention's masks are not made by compiled functions."""
+    with contextlib.ExitStack() as stack:
+        for module in (attention, context_parallel):
+            replaced = mock.patch.object(module, "_compiled_create_block_mask", create_block_mask)
+            stack.enter_context(replaced)
+        yield
 
 
 def list_all_to_all() -> contextlib.AbstractContextManager[Any]:

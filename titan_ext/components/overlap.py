@@ -200,9 +200,11 @@ class _Masks:
                     f"{_HALVES} needs the positions of tokens, from which the masks of half a "
                     "batch are made; this model was called without them."
                 )
-            rows = halves[1].stop
-            of_half = [self._model.get_attention_masks(_part(positions, h, rows)) for h in halves]
-            if _kind(masks) != _kind(of_half[0]):
+            rows, make = halves[1].stop, self._model.get_attention_masks
+            of_half = [make(_part(positions, h, rows)) for h in halves]
+            # Those of one row are made by other code (torchtitan/models/common/attention.py).
+            whole = _kind(masks)
+            if whole != _kind(of_half[0]) and whole != _kind(make(positions)):
                 raise ValueError(
                     f"{_HALVES} makes the masks of half a batch by get_attention_masks of "
                     f"{type(self._model).__name__}, and this call has masks of another kind. "

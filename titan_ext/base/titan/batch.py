@@ -48,12 +48,28 @@ def wrong_global_batch(config: Any, ranks: int) -> str:
     )
 
 
+def sequences_of_rank(training: Any) -> int:
+    """Sequences of a pass of a data-parallel rank."""
+    return training.local_batch_size
+
+
+def passes_of_step(config: Any, data_ranks: int) -> int:
+    """Passes of a rank whose gradients are accumulated."""
+    training = config.training
+    return max(training.global_batch_size // (training.local_batch_size * data_ranks), 1)
+
+
 class Samples(NamedTuple):
-    """Sequences of a job: tokens of one, and how many a microbatch and a step of all ranks have."""
+    """Sequences of a job: tokens of one, and how many a microbatch and a step of all ranks have.
+
+    A step has ``passes`` on each of ``ranks`` data ranks.
+    """
 
     length: int
     microbatch: int
     step: int
+    passes: int
+    ranks: int
 
 
 def make_small(
@@ -72,7 +88,7 @@ def make_small(
         parallelism.pipeline_parallel_microbatch_size = microbatch = 1
         training.local_batch_size = 2 * parallelism.pipeline_parallel_degree
     training.global_batch_size = training.local_batch_size * data_ranks * passes
-    return Samples(training.seq_len, microbatch, training.global_batch_size)
+    return Samples(training.seq_len, microbatch, training.global_batch_size, passes, data_ranks)
 
 
 def set_sizes(config: Any, *, batch: int | None = None, step: int | None = None) -> None:

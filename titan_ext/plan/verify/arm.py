@@ -8,6 +8,7 @@ verify's. Nothing of the job is patched: a dispatch mode keeps fp32 what the mod
 import contextlib
 import copy
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import MoE
 from torchtitan.trainer import Trainer as TitanTrainer
 
+import titan_ext
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
@@ -40,15 +42,7 @@ from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_precision
 from titan_ext.plan.verify.buffered import run_on_a_cpu
-from titan_ext.plan.verify.small import (
-    MICROBATCHES,
-    RESHARD,
-    STEPS,
-    VOCABULARY,
-    SmallJob,
-    resumes,
-    set_key,
-)
+from titan_ext.plan.verify.small import RESHARD, STEPS, SmallJob, resumes, set_key
 from titan_ext.plan.verify.tape import Replayed
 from titan_ext.run.trainer import Trainer
 
@@ -74,10 +68,15 @@ ROUNDS = {
 """Keys that change the order of sums, and values that do not."""
 
 
+_TORCH, _OURS = (Path(module.__file__).parent for module in (torch, titan_ext))
+_NO_MODEL = {"distributed", "optim", "optimizer", "torchao"}
+"""Folders of torch and Titan, and a package, in which dtypes are those of the config."""
 _IN_A_BLOCK = re.compile(r"(mtp_)?layers\.[^.]+\.[^.]+")
 _DISPATCHER = "token_dispatcher"
 _FAR = 64.0
 """A bias of an expert that no score can make up for."""
+_FORCE = 2.0
+"""One that scores below 1 cannot, and that costs them one bit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,12 @@ class Arm:
     steps: int = STEPS
     graphs: str = ""
 
-    def config_of(self, job: SmallJob) -> Any:
-        """The trainer's config of this arm; that of ``job`` stays as it is."""
+    def config_of(self, job: SmallJob, *, documents: bool = False) -> Any:
+        """The trainer's config of this arm; that of ``job`` stays as it is.
+
+        In fp32 attention has its masks, or ``documents`` in their place. Elsewhere the tables of
+        ``op_policies`` name the operations of plain attention.
+        """
         config = copy.deepcopy(job.config)
         changes = dict(self.changes)
         if self.exact:
@@ -122,8 +125,8 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
-        if job.large_layout.cp > 1:
-            no_accelerator.keep_masks(config.model_spec)
+        if self.fp32 or job.large_layout.cp > 1:
+            no_accelerator.keep_masks(config.model_spec, documents=documents)
         no_accelerator.adapt_config(config)
         if self.stock:
             if isinstance(value_of(config, RESHARD), int):  # ours; Titan has three words
@@ -152,18 +155,47 @@ class KeepDtype(TorchDispatchMode):
     Titan's experts call ``Tensor.bfloat16`` (torchtitan/models/common/moe.py), whatever the job's
     dtype is. A torch function mode would see that call, but not the one of a recompute: torch takes
     it away around ``backward`` (torch/_tensor.py).
+
+    Args:
+        rounded: Gets the places in a model that round for no kernel's sake. They do so here, too.
     """
+
+    def __init__(self, rounded: set[str] | None = None) -> None:
+        super().__init__()
+        self._rounded = rounded
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
-            kwargs = kwargs | {"dtype": args[0].dtype}
+            place = "" if self._rounded is None else _place_in_a_model(sys._getframe(1))
+            if self._rounded is not None and place:
+                self._rounded.add(place)
+            else:
+                kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch compile without this mode, and run what that gave in it."""
         return True
+
+
+def _place_in_a_model(frame: Any) -> str:
+    """Line and function of a model that a frame is called from; "" in what dtypes are for.
+
+    That is FSDP, optimizers, torchao, compiled code, and modules with a ``_grouped_mm``, whose
+    kernel takes bfloat16 alone.
+    """
+    while frame is not None:
+        code, file = frame.f_code, Path(frame.f_code.co_filename)
+        is_meant = not _NO_MODEL.isdisjoint(file.parts)
+        of_experts = hasattr(frame.f_locals.get("self"), "_grouped_mm")
+        if is_meant or of_experts or code.co_filename.startswith("<"):
+            return ""
+        if not any(file.is_relative_to(folder) for folder in (_TORCH, _OURS)):  # modes, and torch
+            return f"{file}:{frame.f_lineno} ({code.co_qualname})"
+        frame = frame.f_back
+    return ""
 
 
 # -- weights and tokens, by name and number: no layout changes them
@@ -204,23 +236,49 @@ def fill_model(parts: list[Any], seed: int, routing: str) -> None:
                         buffer[0] = first
 
 
+def force_routing(parts: list[Any], job: SmallJob, step: int) -> None:
+    """Give experts the biases of a step: in the second all tokens go to the first rank's experts.
+
+    In the third the last rank's get none. Of a job that does not spread its experts it is one.
+    """
+    if job.routing != "balanced":
+        return
+    for part in parts:
+        for name, buffer in part.named_buffers():
+            if name.endswith("expert_bias_E"):
+                bias_E = local_tensor(buffer)
+                own = -(-len(bias_E) // job.expert_ranks) if job.expert_ranks > 1 else 1
+                if step in (2, 3):
+                    bias_E[:own] += _FORCE if step == 2 else -_FORCE
+                if step in (3, 4):
+                    bias_E[-own:] += -_FORCE if step == 3 else _FORCE
+
+
 def sample(
     number: int, job: SmallJob, seed: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, positions and labels ``(L,)`` of one sample: packed documents, some tokens ignored.
 
     The number of the sample decides how many tokens count, so that ranks and microbatches have
-    unequally many.
+    unequally many; of the second step's last microbatch, and of a rank in the third step, none do.
     """
-    length = job.samples.length
+    samples, words = job.samples, job.config.model_spec.model.vocab_size
+    length = samples.length
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + number)
-    tokens = torch.randint(0, VOCABULARY, (length + 1,), generator=generator)
-    first = int(torch.randint(1, length, (), generator=generator))  # of the second document
-    positions = torch.cat([torch.arange(first), torch.arange(length - first)])
+    tokens = torch.randint(0, words, (length + 1,), generator=generator)
+    tokens[:2] = torch.tensor([0, words - 1])
+    inner = 1 + torch.randperm(length - 1, generator=generator)
+    first = sorted([0, *inner[: (0, 1, 3)[number % 3]].tolist()])  # of each document
+    positions = torch.arange(length)
+    for start in first:
+        positions[start:] = torch.arange(length - start)
     labels = tokens[1:].clone()
     counted = torch.rand(length, generator=generator) < 0.3 + 0.1 * (number % 7)
     counted[0] = True
-    if number // 4 % 3 == 1:  # microbatches in which none counts
+    step, of_step = divmod(number, samples.step)
+    is_last = of_step // (samples.step // samples.passes) == samples.passes - 1
+    is_first_rank = samples.ranks > 1 and number // samples.microbatch % samples.ranks == 0
+    if (step % 3 == 1 and is_last) or (step % 3 == 2 and is_first_rank):
         counted[:] = False
     return tokens[:-1], positions, labels.masked_fill(~counted, IGNORE_INDEX)
 
@@ -229,6 +287,11 @@ def batch(numbers: range, job: SmallJob, seed: int) -> tuple[dict[str, torch.Ten
     """Samples as Titan's loaders give them."""
     tokens, positions, labels = zip(*(sample(n, job, seed) for n in numbers), strict=True)
     return {"input": torch.stack(tokens), "positions": torch.stack(positions)}, torch.stack(labels)
+
+
+def max_norm(job: SmallJob, step: int) -> float:
+    """The norm at which a step clips, which it does not where it is even."""
+    return job.max_norms[1 - step % 2]
 
 
 def samples_of_step(job: SmallJob, step: int) -> range:
@@ -307,21 +370,20 @@ class _Watched:
                         module.tokens_per_expert_E.zero_()
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        ranks, size = self.job.layout.data_ranks, self.job.samples.microbatch
+        ranks, size = self.job.layout.data_ranks, self.job.microbatch
         before = samples_of_step(self.job, cast(Any, self).step).start  # of the first that asks
         first = before + data_rank(_dims[0]) * size
         while True:
             yield batch(range(first, first + size), self.job, self.arm.seed)
             first += ranks * size
 
-    def post_dataloading_process(self, input_dict: Any, labels: Any) -> Any:
-        # Else Inductor compiles FlexAttention's masks with a C++ compiler, for minutes.
-        with torch.compiler.set_stance("force_eager"):
-            return super().post_dataloading_process(input_dict, labels)  # type: ignore[misc]
-
     def train_step(self, data_iterator: Iterator[Any]) -> None:
+        trainer: Any = self
+        trainer.config.training.max_norm = max_norm(self.job, trainer.step)
+        with torch.no_grad():
+            force_routing(self.parts, self.job, trainer.step)
         super().train_step(data_iterator)  # type: ignore[misc]
-        self.keep(cast(Any, self).step, dict(self.counts), grads=True)
+        self.keep(trainer.step, dict(self.counts), grads=True)
 
     def keep(self, step: int, tensors: dict[str, torch.Tensor], *, grads: bool) -> None:
         """Write ``tensors`` and those of the model, and what the optimizer knows at a save.
@@ -500,14 +562,13 @@ def run_arm(
     with contextlib.ExitStack() as stack:
         stack.enter_context(as_rank(world, rank, nodes.ranks, nodes.nvlink_domain))
         torch._dynamo.reset()  # else what the arm before compiled counts as recompiled
-        if not config.compile.enable:
-            # FlexAttention compiles its masks.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(no_accelerator.eager_masks())
         stack.enter_context(no_accelerator.list_all_to_all())  # Titan's dispatcher may be ours, too
         if arm.exact:
             stack.enter_context(use_codec(Codec("exact")))
+        rounded: set[str] = set()
         if arm.fp32:
-            stack.enter_context(KeepDtype())
+            stack.enter_context(KeepDtype(rounded))
         with no_accelerator.layout_independent_init():
             trainer = kind(config, job, arm, folder, saved)
         seen = trainer.kept
@@ -537,7 +598,8 @@ def run_arm(
                 trainer.checkpointer.save(trainer.step)
         trainer.checkpointer.maybe_wait_for_saving()
         trainer.checkpointer.close()
-    assert trainer.gradient_accumulation_steps == MICROBATCHES
+    assert trainer.gradient_accumulation_steps == job.samples.passes
+    seen["rounded"] = sorted(rounded)
     seen["has_loss"] = getattr(trainer, "pp_has_last_stage", True)
     seen["keeps"] = bool(kept_tensors(trainer.parts))
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

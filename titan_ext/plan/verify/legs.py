@@ -45,7 +45,7 @@ from titan_ext.plan.verify.judge import (
 )
 from titan_ext.plan.verify.ranks import Processes, RunError
 from titan_ext.plan.verify.reference import Reference, Step
-from titan_ext.plan.verify.small import STEPS, Layout, SmallJob, in_other_layout
+from titan_ext.plan.verify.small import STEPS, STEPS_OF_KEYS, Layout, SmallJob, in_other_layout
 from titan_ext.plan.verify.tape import judge_replay
 
 _WITHOUT: dict[str, Any] = {
@@ -128,6 +128,8 @@ class Legs:
             arm = Arm(fp32=True, exact=True, seed=seed, **choices)
             trained = self._run(arm)
             (verdict,) = self._judge.call(("axes", arm, *trained))
+            places = trained.seen["rounded"]
+            verdict.notes += [f"{'rounded':10}to bfloat16 by {place}" for place in places]
             is_right = verdict.is_right
             if is_right and self._resumes and arm.saves(self.job):
                 verdict = self._resume(verdict, arm, trained)
@@ -172,6 +174,7 @@ class Legs:
         fp32, which stock has, too; those that keep or send fewer bits, with the same job without.
         """
         config = self.job.config
+        choices.setdefault("steps", STEPS_OF_KEYS)
         off = {key for key, _ in choices.get("changes", ())}
         rounding = [key for key in rounding_keys(config) if key not in off]
         lossy = [key for key in lossy_keys(config) if not {key, key.partition(".")[0]} & off]
@@ -265,6 +268,7 @@ class Legs:
         engaged = {key: sum(each["engaged"][key] for each in seen) for key in seen[0]["engaged"]}
         # A V-shaped schedule has the last stage on the first ranks of a pipeline.
         of_last = next(each for each in reversed(seen) if each["has_loss"])
+        of_last["rounded"] = sorted({place for each in seen for place in each["rounded"]})
         of_last |= {"apart": apart([each["digests"] for each in seen])}
         of_last["engaged"] = engaged
         self._trained[called] = done = Trained(folder, of_last)

@@ -19,15 +19,24 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import ParallelismConfig, derive
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, LocalTokenDispatcher
 
 from titan_ext.base import no_accelerator
 from titan_ext.components.dispatch import replace_configs
-from titan_ext.plan.verify.arm import Arm, batch, fill_model, gradients, samples_of_step
+from titan_ext.plan.verify.arm import (
+    Arm,
+    batch,
+    fill_model,
+    force_routing,
+    gradients,
+    max_norm,
+    samples_of_step,
+)
 from titan_ext.plan.verify.small import SmallJob
 
+_CASTS = (torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.to, torch.Tensor.type)
+_WIDE, _NARROW = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)
 _EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 
@@ -76,8 +85,6 @@ class OneProcess(TorchFunctionMode):
                 return _engine_run_backward(
                     args, (torch.ones_like(args[0]),), False, False, (), **flags
                 )
-        if func is torch.Tensor.bfloat16:
-            return args[0]
         if func is torch.Tensor.float and args[0].dtype is torch.float64:
             return args[0]
         if func is torch._grouped_mm:
@@ -85,6 +92,8 @@ class OneProcess(TorchFunctionMode):
         if func in (nn.functional.softmax, torch.softmax) and args[0].dtype is torch.float64:
             kwargs = {key: value for key, value in kwargs.items() if key != "dtype"}
         result = func(*args, **kwargs)
+        if func in _CASTS and args[0].dtype in _WIDE and result.dtype in _NARROW:
+            return args[0]
         if func in (torch.topk, torch.Tensor.topk):
             return self._choose(args[0], result)
         return result
@@ -121,7 +130,7 @@ class Reference:
     model: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        config = Arm(stock=True, seed=self.seed).config_of(self.job)
+        config = Arm(stock=True, seed=self.seed).config_of(self.job, documents=True)
         spec, backend = config.model_spec, "partial_dtensor"
         config.parallelism = ParallelismConfig(data_parallel_shard_degree=1, spmd_backend=backend)
         dist_utils.set_spmd_backend(backend)
@@ -148,6 +157,8 @@ class Reference:
         model.zero_grad()
         for moe in self._moes():
             moe[1].tokens_per_expert_E.zero_()
+        with torch.no_grad():
+            force_routing([model], job, number)
         with OneProcess(like.choices if like else []) as mode:
             inputs, labels_BL = batch(samples_of_step(job, number), job, self.seed)
             positions_BL = inputs["positions"]
@@ -164,19 +175,18 @@ class Reference:
         trained = [canonical_fqn(n) for n, p in model.named_parameters() if p.requires_grad]
         without = [name for name in trained if name not in grads or not grads[name].any()]
         norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads.values()])))
-        factor = min(1.0, self.config.training.max_norm / (norm + _EPS))
+        factor = min(1.0, max_norm(job, number) / (norm + _EPS))
         loads = {name: moe.tokens_per_expert_E.clone() for name, moe in self._moes()}
         grads = {name: grad * factor for name, grad in grads.items()}
         return Step(grads, loads, loss.item(), norm, mode.gap, mode.chosen, without)
 
     def _positions(self, positions_BL: torch.Tensor) -> dict[str, Any]:
-        """Positions, and the masks of their documents where the model's attention takes some."""
+        """Positions, and documents where the model's attention has masks."""
         attention = self.model.config.first_attention
-        if not isinstance(attention and attention.inner_attention, FlexAttention.Config):
+        kind = no_accelerator.CausalAttention.Config
+        if not isinstance(attention and attention.inner_attention, kind):
             return {"positions": positions_BL}
-        with torch.compiler.set_stance("force_eager"):
-            masks = self.model.get_attention_masks(positions_BL)
-        return {"positions": positions_BL, "attention_masks": masks}
+        return {"positions": positions_BL, "attention_masks": (positions_BL == 0).cumsum(-1)}
 
     def expected_biases(self, step: Step) -> dict[str, torch.Tensor]:
         """Experts' biases after a step: towards those with fewer tokens, by Titan's rule."""

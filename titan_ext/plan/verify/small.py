@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A job made small enough for a laptop, with what its layout and its keys can get wrong left in.
 
-A fault of a layout shows in two blocks as in sixty, and in eight ranks as in 4,096, as long as the
+A fault of a layout shows in five blocks as in sixty, and in eight ranks as in 4,096, as long as the
 small job has every kind of block, every axis of the mesh, and the decisions of the large one. So
-layers go, widths and vocabularies shrink, and degrees become 2, 4 or 8. Where more ranks than
-experts share those, FSDP shards them along dim 1, and some ranks have no row of a router: so they
-do here. A rank with one expert has one. ``differences`` says what "auto" means otherwise in the
-small job: then nothing is verified.
+layers go, widths and vocabularies shrink, and degrees become 2, 4 or 8. Each size keeps its class
+(``in_class``): 1, 2, or more, with its remainder. Where more ranks than experts share those, FSDP
+shards them along dim 1, and some ranks have no row of a router: so they do here. ``differences``
+says what "auto" means otherwise in the small job: then nothing is verified.
 """
 
 import contextlib
@@ -43,22 +43,28 @@ from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
 from titan_ext.plan.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
 
-VOCABULARY = 256
-MICROBATCHES = 3
-STEPS = 2
-_SEQ_LEN, _MASK_BLOCK = 64, 128
-"""Tokens of a sequence, and of a block of FlexAttention's masks: a context rank has whole ones."""
+STEPS, STEPS_OF_KEYS = 3, 2
+"""Steps beside one process, and beside stock."""
+_MANY = {"words": (257, 64), "tokens": (65, 8), "sequences": (5, 1), "passes": (4, 2)}
+_MANY |= {"blocks": (5, 1), "replicas": (3, 1)}
+"""By axis the least size of which the copy has all that "many" can change, such as a second byte of
+a word, and of what a size keeps its remainder."""
+_MASK_BLOCK = 128
+"""Tokens of a block of FlexAttention's masks: a context rank has whole ones."""
 _WARMUP, _MAX_NORM = "lr_scheduler.warmup_steps", "training.max_norm"
 _KEEPS = (batch.SEQUENCE, _WARMUP, _MAX_NORM)
 """Keys that are another's in the small copy, unless they are to stay as they are."""
 _WORLD, _MOST_RANKS = 8, 16
 """Processes that it takes willingly, and where a job has axes that need more."""
 _SIZES = (1, 2, 4, 8)
+_REPLICAS = (1, 2, 3, 4)
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
 _PER_KIND = 2
-"""Blocks of a kind that remain: the first begins a model, another one follows its like."""
+"""Blocks of a kind that remain, where there is room."""
+_CLIPPED, _NOT_CLIPPED = 0.1, 1e3
+"""Norms below and above those of the gradients of a random model."""
 _FACTORS = (32, 16, 8, 4, 2)
 _LEAST_DIM = 64
 _WIDTHS = ("dim", "in_features", "out_features", "normalized_shape", "hidden_dim", "head_dim")
@@ -71,6 +77,7 @@ _SHARDS = "shards"
 _FAR = 2
 """Units ahead that count as many: a small copy has no more."""
 _LAYER = re.compile(r"(^|\.)layers\.([^.:]+)")
+_WINDOWS = ("window", "window_size", "sliding_window_size")
 RESHARD, _GROUPS = "parallelism.fsdp_reshard_after_forward", "parallelism.fsdp_reshard_groups"
 _TABLES = (
     _GROUPS,
@@ -80,6 +87,12 @@ _TABLES = (
     "activation_checkpoint.exempt",
 )
 """Keys with patterns for names of modules, in which layers have numbers."""
+
+
+def in_class(axis: str, size: int) -> int:
+    """The least size that is of the class of ``size``: few are as many as they are."""
+    many, of = _MANY[axis]
+    return min(size, many + (size - many) % of)
 
 
 def set_key(config: Any, key: str, value: Any) -> None:
@@ -159,6 +172,9 @@ class SmallJob:
         samples: Its sequences.
         decisions: Those of the job itself, by key (``decisions``).
         summary: What shrank, in words.
+        shape: Sizes of the job and of its copy, by axis.
+        max_norms: At which odd steps clip, and even ones.
+        expert_ranks: Over which ``force_routing`` spreads the experts, also in another layout.
         plain: Names of classes in whose place the copy has plain ones (``in_full_precision``).
         parameters: Parameter count of the small model.
         routing: "balanced": what random weights make; "skewed": all tokens go to the first expert
@@ -172,9 +188,19 @@ class SmallJob:
     samples: batch.Samples
     decisions: Mapping[str, str]
     summary: str
+    shape: Mapping[str, tuple[int, int]]
+    max_norms: tuple[float, float]
+    expert_ranks: int
     plain: tuple[str, ...]
     parameters: int
     routing: str = "balanced"
+
+    @property
+    def microbatch(self) -> int:
+        """Sequences that a rank reads at once."""
+        keys = self.config.parallelism if self.layout.pp > 1 else None
+        tokens, length = batch.tokens_of_microbatch(self.config.training, keys)
+        return tokens // length
 
 
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
@@ -203,7 +229,12 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
     is_crowded = 0 < experts < large.expert_ranks(backend)
     is_odd = large.dp_shard.bit_count() > 1 and not is_crowded
     sizes: dict[str, tuple[int, ...]] = dict.fromkeys(_AXES, _SIZES)
+    sizes["dp_replicate"] = _REPLICAS
     sizes["dp_shard"] += (3, 6) if is_odd else ()
+    replicas = in_class("replicas", large.dp_replicate)
+    has_edp = large.ep < large.shards
+    axes = sum(large.relations[: len(_AXES) + 1]) - (large.ep > 1 and not has_edp)
+    least_world = _WORLD if axes > 1 and large.world >= _WORLD else 1
     found = [
         small
         for small in _layouts(sizes.values(), _SIZES, large.nodes)
@@ -224,6 +255,8 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
         return (
             (is_crowded and not crowd) or (is_odd and small.dp_shard % 3 != 0),
             share and not (crowd and ranks > 2 * small.ep),
+            small.dp_replicate < replicas,
+            small.world < least_world,
             max(small.world, _WORLD),
             small.ep not in (1, 2 if share else 4),
             small.ep == 1 and small.dp_shard != 4,  # without them four shards
@@ -308,13 +341,10 @@ def make_small(
     said = [f"{len(model.layers)} blocks of your own"]
     if spec is None:
         said = _shrink(small, _kept_layers(config), large, layout)
-    elif model.vocab_size < VOCABULARY:
-        raise ValueError(
-            f"--model has a vocabulary of {model.vocab_size}; expected {VOCABULARY} at least."
-        )
     _set_degrees(small, layout)
-    samples = _set_batch(small, layout, keep)
+    samples = _set_batch(small, large, layout, keep)
     _silence(small)
+    clips = small.training.max_norm
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model.build().parameters())
     return SmallJob(
@@ -325,6 +355,9 @@ def make_small(
         samples=samples,
         decisions=decisions(config, large),
         summary=", ".join(said),
+        shape=_shape(config, large, small, layout, samples),
+        max_norms=(clips, clips if _MAX_NORM in keep else _NOT_CLIPPED),
+        expert_ranks=layout.ep,
         plain=tuple(sorted(plain)),
         parameters=parameters,
     )
@@ -345,7 +378,11 @@ def _shrink(small: Any, kept: Sequence[int], large: Layout, layout: Layout) -> l
 
 
 def _kept_layers(config: Any) -> tuple[int, ...]:
-    """Numbers of the layers that remain: the first two of each kind and set of patterns."""
+    """Numbers of the layers that remain.
+
+    The first of each kind and set of patterns, the middle and the last one, a second one of each
+    kind, and as many as make a fifth.
+    """
     patterns = [pattern for key in _TABLES for pattern in value_of(config, key) or ()]
 
     def kind(index: int, layer: Any) -> str:
@@ -355,13 +392,13 @@ def _kept_layers(config: Any) -> tuple[int, ...]:
     kinds = [kind(index, layer) for index, layer in enumerate(config.model_spec.model.layers)]
     stages = min(config.parallelism.pipeline_parallel_degree, 2)
     least = 2 * stages * (2 if _is_looped(config) else 1) if stages > 1 else 1
-    kept = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < _PER_KIND]
-    for index in range(len(kinds)):
-        if len(kept) >= least:
-            break
-        if index not in kept:
-            kept.append(index)
-    return tuple(sorted(kept))
+    least = max(least, in_class("blocks", len(kinds)))
+    kept = {kinds.index(kind) for kind in kinds} | {len(kinds) // 2, len(kinds) - 1}
+    for index, kind in enumerate(kinds):
+        if sum(kinds[each] == kind for each in kept) < min(_PER_KIND, kinds.count(kind)):
+            kept.add(index)
+    more = (index for index in range(len(kinds)) if index not in kept)
+    return tuple(sorted({*kept, *itertools.islice(more, max(least - len(kept), 0))}))
 
 
 def _is_looped(config: Any) -> bool:
@@ -435,7 +472,7 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
     for _, part, name, size in widths:
         setattr(part, name, size // factor)
     said.append(f"widths / {factor}")
-    few = VOCABULARY + vocabulary % 64  # what the ranks do not divide keeps its remainder
+    few = in_class("words", vocabulary)
     if few < vocabulary:
         for part in (config.loss, model):
             for path, found in configs_in(part):
@@ -465,14 +502,18 @@ def _is_vocabulary(path: str, name: str) -> bool:
 def _few_experts(moe: Any, large: Layout, small: Layout, backend: Any) -> int:
     """A number of experts with the remainders and groups of ``moe``'s own.
 
-    One for each rank of EP, or fewer than the ranks that share them, where the job has so few.
+    One or two for each rank of EP, or fewer than the ranks that share them, where the job has so
+    few; an odd number for each, where it has that.
     """
     top_k, groups = moe.router.top_k, moe.router.num_expert_groups or 1
     few = max(_EXPERTS * top_k, 2 * groups)
     few += -few % math.lcm(groups, 8) + moe.num_experts % 8
     ranks = small.expert_ranks(backend)
-    if large.ep == moe.num_experts > 1:
-        few = small.ep
+    each, left = divmod(moe.num_experts, large.ep)
+    if not left and 1 <= each <= 2 and large.ep > 1:
+        few = each * small.ep
+    elif not left and each % 2 and large.ep > 1 and groups == 1:
+        few = small.ep * (-(-few // small.ep) | 1)
     elif large.expert_ranks(backend) > moe.num_experts and few >= ranks:
         step = math.lcm(small.ep, 2 if groups > 1 else 1)
         few = (ranks - 1) // step * step
@@ -516,11 +557,17 @@ def _set_degrees(config: Any, layout: Layout) -> None:
     set_key(config, _GROUPS, groups | numbers)
 
 
-def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Samples:
-    length = _SEQ_LEN * layout.tp if layout.cp == 1 else _MASK_BLOCK * layout.cp
-    length = value_of(config, batch.SEQUENCE) if batch.SEQUENCE in keep else length
+def _set_batch(config: Any, large: Layout, layout: Layout, keep: Sequence[str]) -> batch.Samples:
+    length = value_of(config, batch.SEQUENCE)
+    if batch.SEQUENCE not in keep:
+        length = in_class("tokens", length) if layout.cp == 1 else _MASK_BLOCK * layout.cp
+    sequences = in_class("sequences", batch.sequences_of_rank(config.training))
     samples = batch.make_small(
-        config, layout.data_ranks, length=length, sequences=2, passes=MICROBATCHES
+        config,
+        layout.data_ranks,
+        length=length,
+        sequences=sequences if layout.cp == 1 else min(sequences, 2),
+        passes=max(in_class("passes", batch.passes_of_step(config, large.data_ranks)), 2),
     )
     training = config.training
     training.steps = STEPS + 1  # after a resume
@@ -529,12 +576,39 @@ def _set_batch(config: Any, layout: Layout, keep: Sequence[str]) -> batch.Sample
         schedule["warmup_steps"] = 0  # an update to be seen
     config.lr_scheduler = replace(config.lr_scheduler, **schedule)
     if _MAX_NORM not in keep:
-        training.max_norm = 0.1  # it acts: the gradients of a random model are larger
+        training.max_norm = _CLIPPED
+    most = samples.length // 4
     for _, part in configs_in(config.model_spec.model):
-        for name in ("window", "sliding_window_size"):
-            if type(getattr(part, name, None)) is int:
-                setattr(part, name, min(getattr(part, name), samples.length // 4))
+        for field in fields(part):
+            window = getattr(part, field.name, None)
+            if field.name in _WINDOWS and type(window) is int:
+                setattr(part, field.name, min(window, most))
+            elif field.name in _WINDOWS and type(window) is tuple:  # varlen's: without the query
+                setattr(part, field.name, (min(window[0], most - 1), *window[1:]))
     return samples
+
+
+def _shape(
+    config: Any, large: Layout, small: Any, layout: Layout, samples: batch.Samples
+) -> dict[str, tuple[int, int]]:
+    """Sizes of a job, and of its copy, by axis."""
+
+    def sizes(of: Any, its: Layout, passes: int) -> dict[str, int]:
+        model = of.model_spec.model
+        moe = next((each for _, each, *_ in model.traverse(MoE.Config)), None)
+        found = {"ranks": its.world, "replicas": its.dp_replicate, "blocks": len(model.layers)}
+        if moe is not None:
+            found["experts a rank"] = -(-moe.num_experts // its.ep)
+            found["experts of a token"] = moe.router.top_k
+        length = value_of(of, batch.SEQUENCE)
+        rows = batch.sequences_of_rank(of.training)
+        found |= {"words": model.vocab_size, "tokens of a sequence": length, "sequences": rows}
+        return found | {"microbatches": passes}
+
+    passes = batch.passes_of_step(config, large.data_ranks)
+    before, after = sizes(config, large, passes), sizes(small, layout, samples.passes)
+    shape = {axis: (size, after[axis]) for axis, size in before.items() if axis in after}
+    return shape | {"steps": (config.training.steps, small.training.steps)}
 
 
 def _silence(config: Any) -> None:
@@ -582,7 +656,7 @@ def resumes(config: Any) -> bool:
 def in_other_layout(job: SmallJob) -> SmallJob | None:
     """The small job in another layout that its keys allow, with the same steps; None without."""
     for layout in other_layouts(job.layout):
-        microbatch, left = divmod(job.samples.step, layout.data_ranks * MICROBATCHES)
+        microbatch, left = divmod(job.samples.step, layout.data_ranks * job.samples.passes)
         if left:
             continue
         config = copy.deepcopy(job.config)
@@ -591,8 +665,7 @@ def in_other_layout(job: SmallJob) -> SmallJob | None:
         with contextlib.suppress(ValueError):
             Mistakes(wrong_degrees(config, layout.world)).raise_all()
             replace(copy.deepcopy(config))  # checks its keys, and adapts attention in place
-            samples = job.samples._replace(microbatch=microbatch)
-            return replace(job, config=config, layout=layout, samples=samples)
+            return replace(job, config=config, layout=layout)
     return None
 
 
