@@ -270,7 +270,7 @@ def measure(
     job: Job, rates: Sequence[float], repeats: int, folder: Path
 ) -> Iterator[tuple[float, float, dict[str, list[Step]]]]:
     """Rates in Mbit/s, the bytes a second of an exchange alone there, and the steps of each arm."""
-    from titan_ext.plan.verify.ranks import Processes
+    from titan_ext.verify.ranks import Processes
 
     folder.mkdir(parents=True, exist_ok=True)
     with linked_namespaces() as nodes:
@@ -329,7 +329,7 @@ def _plan(job: Job, machine: Any, folder: Path, rank: int, arm: str) -> Plan:
 
 
 def plans_of(job: Job, machine: Any, folder: Path) -> dict[str, Plan]:
-    from titan_ext.plan.verify.ranks import Processes
+    from titan_ext.verify.ranks import Processes
 
     folder.mkdir(parents=True, exist_ok=True)
     machine = replace(machine, ranks_per_node=job.per_node, nvlink_domain=job.per_node)
@@ -449,7 +449,7 @@ def main() -> None:
     import titan_ext.run.trainer  # noqa: F401  # forks have it
     from titan_ext.base.machines import machine_of
     from titan_ext.base.stdlib_corpus import make_corpus
-    from titan_ext.plan.verify.ranks import Processes
+    from titan_ext.verify.ranks import Processes
 
     make_corpus()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ from benchmarks.activation_bytes import ARMS
 from tests.helpers.training import Run, make_config, patched
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
-from titan_ext.plan.verify.ranks import free_port
+from titan_ext.verify.ranks import free_port
 
 STOCK = "stock-selective"
 GIB = 2**30

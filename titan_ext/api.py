@@ -30,7 +30,7 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.passes import parallelize
 
 if TYPE_CHECKING:
-    from titan_ext.plan.verify.loop import verify
+    from titan_ext.verify.loop import verify
 
 __all__ = [
     "FSDPSettings",
@@ -47,7 +47,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # Imported for whoever asks: it takes each rank 0.4 CPU s, and no run needs it.
     if name == "verify":
-        from titan_ext.plan.verify.loop import verify
+        from titan_ext.verify.loop import verify
 
         return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,7 +17,7 @@ from pathlib import Path
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug.hang_report import report
-from titan_ext.plan.verify.ranks import free_port
+from titan_ext.verify.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from titan_ext.base.messages import without_phases
-from titan_ext.plan.verify.ranks import free_port
+from titan_ext.verify.ranks import free_port
 
 _ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).parent / "titan_ext"

@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="such as 2/4")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import titan_ext.plan.verify.legs  # noqa: F401  once, for all forks
+    import titan_ext.verify.legs  # noqa: F401  once, for all forks
 
     number, parts = arguments.part
     chosen = {k: v for k, v in checks(arguments.folder).items() if arguments.text in k}

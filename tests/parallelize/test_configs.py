@@ -15,10 +15,10 @@ from tests.helpers.training import titan_config
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.config_registry.resolve import load
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.plan.verify.arm import FLOAT8, NARROW, ROUNDS
 from titan_ext.run import trainer
 from titan_ext.run.trainer import Trainer, extend_config
 from titan_ext.toml.files import to_toml
+from titan_ext.verify.arm import FLOAT8, NARROW, ROUNDS
 
 MOE_DEBUG = Path(__file__).parents[2] / "train_configs" / "moe_debug.toml"
 

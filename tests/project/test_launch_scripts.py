@@ -23,7 +23,7 @@ from tests.faults.torchrun import is_alive
 from tests.helpers.cluster import PATIENCE_S
 from titan_ext.base.run_folder import LOSS, RECORD, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
-from titan_ext.plan.verify.ranks import free_port
+from titan_ext.verify.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

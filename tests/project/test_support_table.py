@@ -11,7 +11,7 @@ from tests.verify.search import toml_of
 from titan_ext.base import no_accelerator
 from titan_ext.base.nodes import Nodes
 from titan_ext.config_registry.resolve import resolve
-from titan_ext.plan.verify.small import decisions, differences, layout_of, make_small, why_not
+from titan_ext.verify.small import decisions, differences, layout_of, make_small, why_not
 
 
 def test_the_document_is_up_to_date():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.cluster import PATIENCE_S
-from titan_ext.plan.verify.ranks import free_port
+from titan_ext.verify.ranks import free_port
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = {"train_configs": "train_configs", "launch": "launch_scripts"}

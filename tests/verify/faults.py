@@ -31,7 +31,7 @@ from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.units import param_groups
-from titan_ext.plan.verify import arm
+from titan_ext.verify import arm
 
 patch = unittest.mock.patch.object
 

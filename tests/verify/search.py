@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=64, help="the most ranks of a job")
     arguments = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import titan_ext.plan.verify.legs  # noqa: F401  once, for all forks
+    import titan_ext.verify.legs  # noqa: F401  once, for all forks
 
     for line in search(
         arguments.seconds,

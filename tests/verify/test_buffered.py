@@ -26,7 +26,7 @@ def _layer(share: float, pad_multiple: int | None) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
     from titan_ext.base import no_accelerator
-    from titan_ext.plan.verify.buffered import BufferedTokenDispatcher
+    from titan_ext.verify.buffered import BufferedTokenDispatcher
 
     no_accelerator.enable()
     dist.init_process_group("gloo")

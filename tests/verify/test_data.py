@@ -153,9 +153,9 @@ def _looks(folder: Path) -> dict[str, str]:
     """What is said of each case, by name."""
     from titan_ext.base.nodes import Nodes
     from titan_ext.config_registry.resolve import resolve
-    from titan_ext.plan.verify import data
-    from titan_ext.plan.verify.ranks import RunError
-    from titan_ext.plan.verify.small import Layout
+    from titan_ext.verify import data
+    from titan_ext.verify.ranks import RunError
+    from titan_ext.verify.small import Layout
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     nodes = Nodes(8, 8)
@@ -190,7 +190,7 @@ def _commands(folder: Path) -> list[tuple[bool, list[str], str]]:
     from titan_ext.base.nodes import Nodes
     from titan_ext.config_registry.resolve import resolve
     from titan_ext.config_registry.verify import Verify
-    from titan_ext.plan.verify.small import layout_of
+    from titan_ext.verify.small import layout_of
 
     found = []
     for fault in ("", "one for all", "raises"):

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from torchao.quantization import to_nf4
 
 from titan_ext.components.float8_linears import GatheredWeight
-from titan_ext.plan.verify import legs
-from titan_ext.plan.verify.arm import POLICY, Arm, sum_in_order, whole
-from titan_ext.plan.verify.judge import (
+from titan_ext.verify import legs
+from titan_ext.verify.arm import POLICY, Arm, sum_in_order, whole
+from titan_ext.verify.judge import (
     NEAR_TIE,
     Verdict,
     Wrong,
@@ -29,8 +29,8 @@ from titan_ext.plan.verify.judge import (
     judge_update,
     try_canary,
 )
-from titan_ext.plan.verify.legs import Legs, Trained, apart
-from titan_ext.plan.verify.reference import OneProcess, Step
+from titan_ext.verify.legs import Legs, Trained, apart
+from titan_ext.verify.reference import OneProcess, Step
 
 RIGHT = torch.linspace(-1, 1, 100, dtype=torch.float64)
 SEEN = {"loss": [2.0], "norm": [3.0]}

@@ -11,8 +11,8 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 
-from titan_ext.plan.verify.judge import Verdict
-from titan_ext.plan.verify.tape import Replayed, judge_replay
+from titan_ext.verify.judge import Verdict
+from titan_ext.verify.tape import Replayed, judge_replay
 
 STEPS = 2
 
@@ -225,7 +225,7 @@ def _verify(folder: Path, *flags: str, job: str = _PLAIN) -> Verdict:
     import os
 
     from tests.verify.test_verify import _small
-    from titan_ext.plan.verify import legs
+    from titan_ext.verify import legs
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     (path := folder / "job.toml").write_text(job)

@@ -22,9 +22,9 @@ from titan_ext.config_registry.terminal import loading, phase
 from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_dotted, ranks_of, to_toml
 
 if TYPE_CHECKING:
-    from titan_ext.plan.verify.judge import Verdict
-    from titan_ext.plan.verify.legs import Blame
-    from titan_ext.plan.verify.small import SmallJob
+    from titan_ext.verify.judge import Verdict
+    from titan_ext.verify.legs import Blame
+    from titan_ext.verify.small import SmallJob
 
 _WRONG, NOT_VERIFIED = 1, 2
 _EXPECTED = (ValueError, AssertionError, ImportError, NotImplementedError, OSError)
@@ -98,9 +98,9 @@ class Verify:
             raise SystemExit(_WRONG)
 
     def _verify(self, flags: list[str], folder: Path) -> bool:
-        from titan_ext.plan.verify import small
-        from titan_ext.plan.verify.legs import Legs
-        from titan_ext.plan.verify.ranks import RunError
+        from titan_ext.verify import small
+        from titan_ext.verify.legs import Legs
+        from titan_ext.verify.ranks import RunError
 
         job = self._small(flags)
         if self.graphs and job.layout.pp > 1:
@@ -155,8 +155,8 @@ class Verify:
 
     def _look_at_data(self, job: "SmallJob", folder: Path) -> tuple[bool, list[str]]:
         """Whether nothing is wrong with the job's data, and ["data"] if they are not verified."""
-        from titan_ext.plan.verify.data import look_at_data
-        from titan_ext.plan.verify.ranks import RunError
+        from titan_ext.verify.data import look_at_data
+        from titan_ext.verify.ranks import RunError
 
         try:
             verdict = look_at_data(job.large_config, job.large_layout, folder, stock=self.stock)
@@ -173,8 +173,8 @@ class Verify:
         from titan_ext.config_registry.resolve import resolve
         from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.stand_ins import as_rank
-        from titan_ext.plan.verify.small import layout_of, make_small, why_not
         from titan_ext.run.budget import solve_in_dry_run
+        from titan_ext.verify.small import layout_of, make_small, why_not
 
         machine, ranks = machine_of(self.machine), ranks_of(self.config, self.ranks)
         with as_rank(ranks, 0, machine.ranks_per_node, machine.nvlink_domain):

@@ -20,7 +20,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
 from titan_ext.components.optim import MUON
 from titan_ext.parallelize.limits import value_of
-from titan_ext.plan.verify.arm import (
+from titan_ext.verify.arm import (
     COMPILE,
     FLOAT8,
     NARROW,
@@ -30,7 +30,7 @@ from titan_ext.plan.verify.arm import (
     fill_model,
     run_arm,
 )
-from titan_ext.plan.verify.judge import (
+from titan_ext.verify.judge import (
     DRAWS,
     Verdict,
     judge_equal,
@@ -43,10 +43,10 @@ from titan_ext.plan.verify.judge import (
     read_step,
     try_canary,
 )
-from titan_ext.plan.verify.ranks import Processes, RunError
-from titan_ext.plan.verify.reference import Reference, Step
-from titan_ext.plan.verify.small import STEPS, STEPS_OF_KEYS, Layout, SmallJob, in_other_layout
-from titan_ext.plan.verify.tape import judge_replay
+from titan_ext.verify.ranks import Processes, RunError
+from titan_ext.verify.reference import Reference, Step
+from titan_ext.verify.small import STEPS, STEPS_OF_KEYS, Layout, SmallJob, in_other_layout
+from titan_ext.verify.tape import judge_replay
 
 _WITHOUT: dict[str, Any] = {
     "parallelism.overlap_exchanges": "none",

@@ -26,7 +26,7 @@ from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
 from titan_ext.activation_checkpoint.op_effects import written
 from titan_ext.base.issuer import issuer
 from titan_ext.base.tensors import local_tensor, tensors_in
-from titan_ext.plan.verify.judge import Verdict, Wrong, judge_equal, read_step, try_canary
+from titan_ext.verify.judge import Verdict, Wrong, judge_equal, read_step, try_canary
 
 _WARM_UP = 1  # passes before the one that is recorded, as Titan's _warmup_remaining
 _AGAIN = 4  # is compared with that one: of three passes a step, the first of the second

@@ -16,9 +16,9 @@ from torchtitan.distributed import utils as dist_utils
 
 from titan_ext.base import no_accelerator
 from titan_ext.fp8.codec import Codec, use_codec
-from titan_ext.plan.verify.arm import KeepDtype, fill_model, gradients, sum_in_order
-from titan_ext.plan.verify.judge import DRAWS, Verdict, judge_gradients
-from titan_ext.plan.verify.reference import OneProcess
+from titan_ext.verify.arm import KeepDtype, fill_model, gradients, sum_in_order
+from titan_ext.verify.judge import DRAWS, Verdict, judge_gradients
+from titan_ext.verify.reference import OneProcess
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

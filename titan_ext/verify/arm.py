@@ -41,10 +41,10 @@ from titan_ext.fsdp.collectives import Float8AllGather
 from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_precision
-from titan_ext.plan.verify.buffered import run_on_a_cpu
-from titan_ext.plan.verify.small import RESHARD, STEPS, SmallJob, resumes, set_key
-from titan_ext.plan.verify.tape import Replayed
 from titan_ext.run.trainer import Trainer
+from titan_ext.verify.buffered import run_on_a_cpu
+from titan_ext.verify.small import RESHARD, STEPS, SmallJob, resumes, set_key
+from titan_ext.verify.tape import Replayed
 
 POLICY = "activation_checkpoint.policy"
 COMPILE = "compile.enable"

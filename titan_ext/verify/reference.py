@@ -24,7 +24,7 @@ from torchtitan.models.common.token_dispatcher import BaseEPTokenDispatcher, Loc
 
 from titan_ext.base import no_accelerator
 from titan_ext.components.dispatch import replace_configs
-from titan_ext.plan.verify.arm import (
+from titan_ext.verify.arm import (
     Arm,
     batch,
     fill_model,
@@ -33,7 +33,7 @@ from titan_ext.plan.verify.arm import (
     max_norm,
     samples_of_step,
 )
-from titan_ext.plan.verify.small import SmallJob
+from titan_ext.verify.small import SmallJob
 
 _CASTS = (torch.Tensor.bfloat16, torch.Tensor.half, torch.Tensor.to, torch.Tensor.type)
 _WIDE, _NARROW = (torch.float32, torch.float64), (torch.bfloat16, torch.float16)

@@ -34,10 +34,10 @@ from titan_ext.base.stdlib_corpus import prepare_corpus
 from titan_ext.base.titan import batch
 from titan_ext.base.titan.data import split_among_workers
 from titan_ext.plan.stand_ins import as_rank
-from titan_ext.plan.verify.judge import Verdict, Wrong
-from titan_ext.plan.verify.ranks import Processes, RunError
-from titan_ext.plan.verify.small import Layout
 from titan_ext.run.start import Paths
+from titan_ext.verify.judge import Verdict, Wrong
+from titan_ext.verify.ranks import Processes, RunError
+from titan_ext.verify.small import Layout
 
 _PATIENCE_S = 120.0
 _MOST_RANKS, _LEAST_RANKS = 16, 4

@@ -41,7 +41,7 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import Recipe, resolve
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
-from titan_ext.plan.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
+from titan_ext.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
 
 STEPS, STEPS_OF_KEYS = 3, 2
 """Steps beside one process, and beside stock."""
