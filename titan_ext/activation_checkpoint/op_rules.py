@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 
 from titan_ext.base.messages import BYTES, check_choice, did_you_mean, parse_bytes
+from titan_ext.components.exchange import ADDED
 from titan_ext.fsdp.names import matches
 
 KEY = "activation_checkpoint"
@@ -175,9 +176,11 @@ def check_modules(rules: Iterable[Rule], exempt: Sequence[str], model: nn.Module
     dense stage has no ``moe``) may be in another stage.
     """
     layers = model.get_submodule("layers")
-    inside = {name for block in layers.children() for name, _ in block.named_modules()} - {""}
-    if not inside:
+    modules = {name: m for block in layers.children() for name, m in block.named_modules() if name}
+    if not modules:
         return
+    routed = [name for name, module in modules.items() if hasattr(module, "token_dispatcher")]
+    inside = {*modules, *(join(name, added) for name in routed for added in ADDED)}
     # A pipeline stage has some of the blocks; a rule may name a block of another stage.
     whole = getattr(getattr(model, "config", None), "layers", None) or list(layers.children())
     blocks = [f"layers.{index}" for index in range(len(whole))]

@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titan_ext.fp8.codec import ALIGNMENT, Quantized, codec_name, default_codec
 
+ADDED = ("row_scores", "second_hop", "score_outputs")
+"""Modules that exchanges add to routed experts, once a model is parallelized."""
 ExchangeDtype = Literal["float8"]
 ExchangeRows = Literal["expert", "rank", "node"]
 
