@@ -196,6 +196,8 @@ def test_what_hybridep_drops_is_logged_warned_of_once_and_recorded(
                 layers[1].rows += torch.tensor([300, lost, 0])
                 for layer, most in zip(layers, (101, 286 + lost), strict=True):
                     layer.rows[2:].clamp_(min=most)
+            if check._told is not None:
+                check._told.result()  # what is told while the store is slow is left out
     assert [round(each["titan_ext/tokens dropped(%)"], 6) for each in logged] == [0, 3, 3]
     (warning,) = check.monitor.warnings
     assert warning.startswith("step 4: HybridEP dropped 3% of the tokens that came to rank 0")

@@ -30,6 +30,7 @@ from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.protocols.model_spec import ModelSpec
 
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan import batch
@@ -696,6 +697,9 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
     run_on_a_cpu(config, drops=True)  # some dispatchers ask for a GPU as they are built
     with torch.device("meta"):
         model = cast(Decoder, config.model_spec.model.build())
+    policy = config.activation_checkpoint
+    if isinstance(policy, FP8AC.Config):  # a run solves and builds these, before its recipe
+        policy = replace(policy, budget="", score_before_last_gemm=False)
     recipe: Recipe = resolve(
         model,
         parallel_dims=layout.dims(config.parallelism.spmd_backend),
@@ -703,7 +707,7 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
         training=config.training,
         parallelism=config.parallelism,
         compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
+        ac_config=policy,
     )
     plan, exchanges = recipe.fsdp, recipe.exchanges
     norms = {unit.name for unit in plan.units if unit.kind_name == "norm"}  # comes with the head
