@@ -35,9 +35,11 @@ recompute counts again. Compiled code does not count again, and nothing between 
 blocks with an eager checkpoint are wrapped.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -89,9 +91,8 @@ from titan_ext.fsdp.units import (
     vision_modules,
 )
 
-# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed, for each of seven kinds
-# of pieces: Dynamo counts them as one function.
-_RECOMPILE_LIMIT = 12 * 7
+# Titan's number for gpt_oss, needed until pytorch issue 187073 is closed.
+_RECOMPILE_LIMIT = 12
 # PREFER_SAVE is float8 to our partitioner, since torch's gives it no meaning (``partition``).
 _ANSWERS = {
     OpPolicy.SAVE: CheckpointPolicy.MUST_SAVE,
@@ -154,8 +155,8 @@ class CompiledPart:
         modules: By name in the block, in the order in which they run; the block itself is "".
         child: The name in the block of the module that runs them all.
         is_piece: Whether something stays eager beside it in the block.
-        arrives: The name in the block of what brings its input from other ranks, so many rows as
-            the router chose; "" for a part whose input has a fixed size.
+        arrives: The name in the block of what brings its input from other ranks; "" for a part
+            whose input is this rank's own.
     """
 
     block: nn.Module
@@ -195,6 +196,7 @@ class CompiledPart:
             return checkpoint(chain, *args, **kwargs)
 
         forward = chain if checkpoint is None else checkpointed
+        forward.__code__ = _code_of(forward.__code__, self.child)
         # On the instances, as Titan's own Module.parallelize does: FSDP's hooks stay around them.
         for module in self.modules.values():
             cast(Any, module).forward = (
@@ -213,6 +215,16 @@ class CompiledPart:
         if hasattr(self.main, "send_scores") and self.arrives:
             return "it exchanges routing scores (activation_checkpoint.score_before_last_gemm)"
         return next(filter(None, map(user_hook, inside)), "")
+
+
+@functools.cache
+def _code_of(code: CodeType, part: str) -> CodeType:
+    """Code of its own for each kind of part.
+
+    Dynamo keeps what it compiled, and which sizes vary, by code: sizes of another part would count
+    as other sizes of this one.
+    """
+    return code.replace(co_name=part.replace(".", "_") or code.co_name)
 
 
 class _Region:
@@ -234,8 +246,9 @@ class _Region:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         part = self.part
-        if part.arrives:
+        if part.arrives and not isinstance(part.main, ScoreOutputs):
             # A rank may get no row, or one: as a known size each of them would be compiled apart.
+            # As many come back as were sent.
             for x in (args[0], *kwargs.values()):
                 if isinstance(x, torch.Tensor):
                     mark_unbacked(x, 0, shape_id=part.arrives)
