@@ -197,3 +197,15 @@ def test_what_saves_all_to_alls(value: Any, backend: Any, compiled: bool, ep: in
         model, parallelism, TrainingConfig(), dims, Nodes(4, 4), compiled=compiled
     )
     assert exchanges.saved is saves
+
+
+def test_no_clock_is_read_in_compiled_code():
+    """In a logged step the dispatcher of a block that is compiled whole would break its graph."""
+    dispatcher: Any = object.__new__(FunctionalAllToAllTokenDispatcher)
+    dispatcher.meter = object()
+
+    def timed(x: torch.Tensor) -> torch.Tensor:
+        return x if dispatcher._stopwatch is None else x + 1
+
+    assert timed(torch.zeros(())) == 1
+    assert torch.compile(timed, backend="eager", fullgraph=True)(torch.zeros(())) == 0

@@ -126,7 +126,7 @@ _OTHERS = [
     ),
     # Compiled sub-module units fuse other operations than compiled blocks do (test_compile.py).
     *(
-        replace(run, compiled=True, parallelize="block")
+        replace(run, compiled=True, parallelize="block", overlap_exchanges="none")
         for run in (
             Run(world=2, ep=2),
             Run(model="qwen3_moe", world=2, ep=2, ac="none"),
