@@ -12,7 +12,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from benchmarks.planned_steps import JOBS, planned, print_row
+from benchmarks.planned_steps import EAGER, JOBS, planned, print_row
 
 _EP = "--parallelism.expert_parallel_degree"
 _BATCH = "--training.local_batch_size"
@@ -63,7 +63,7 @@ def main() -> None:
                 config, rest = job.split(" ", 1)  # a policy's name stands last
                 arms = [arm for arm in args.arms or ARMS if _is_served(arm, job)]
                 plans = {
-                    arm: planned(f"{config} {options} {ARMS[arm]} {rest}", Path(folder))
+                    arm: planned(f"{config} {options} {EAGER} {ARMS[arm]} {rest}", Path(folder))
                     for arm in arms
                 }
                 print_row(name, plans)

@@ -42,6 +42,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.exchanges import EXCHANGES
+from benchmarks.planned_steps import EAGER
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,18 +60,19 @@ DRY_JOBS = {
         (2, 3),
     )
 }
-_HALVES = "--parallelism.overlap_exchanges halves"
+_OVERLAP = "--parallelism.overlap_exchanges halves"
+_HALVES = f"{EAGER} {_OVERLAP}"
 _COMPILED = "--compile.enable --compile.components model,loss"
 _FP8 = "activation-checkpoint:fp8"
 ARMS = {
-    "whole": "",
-    "stock": "",
+    "whole": EAGER,
+    "stock": EAGER,
     "halves": _HALVES,
     "halves-wire": _HALVES,
     "compiled": _COMPILED,  # in pieces, where shared experts overlap with exchanges
     "compiled-blocks": f"{_COMPILED} --parallelism.overlap_exchanges none",
-    "halves-compiled": f"{_COMPILED} {_HALVES}",
-    "fp8": _FP8,
+    "halves-compiled": f"{_COMPILED} {_OVERLAP}",
+    "fp8": f"{EAGER} {_FP8}",
     "fp8-compiled": f"{_COMPILED} {_FP8}",
     "stock-compiled": _COMPILED,
 }

@@ -279,14 +279,68 @@ def _cpu_attention(parent: Any) -> ScaledDotProductAttention.Config:
     return ScaledDotProductAttention.Config()
 
 
-class CausalAttention(ScaledDotProductAttention):
-    """Causal attention in plain torch operations, where a model needs more than SDPA gives.
+class _InPlainOps:
+    """Attention in plain torch operations; classes say what it ``_hides``.
+
+    Sharding and exchanges remain Titan's own. Memory is quadratic in the sequence: B x N x L x S
+    scores.
+
+    Shape suffixes: B = batch, L = sequence of queries, S = of keys, on all context ranks, N =
+    heads, H = head dimension. Sharding finds the arguments by these names.
+    """
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: Any = None,
+        scale: float | None = None,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend. Key and value heads are repeated where there are fewer of them than queries'.
+
+        Args:
+            attention_masks: As the class takes them.
+            scale: Factor of the scores; 1 / sqrt(H) if None.
+            out_transform: Called with the output ``(B, L, N, H)`` and the log-sum-exp of the
+                scores ``(B, L, N)`` in fp32.
+
+        Returns:
+            ``(B, L, N, H)`` in the dtype of ``v``.
+        """
+        assert kwargs.get("score_mod") is None
+        hidden = self._hides(q_BLNH, k_BLNH, attention_masks)
+        q_BNLH, k_BNSH, v_BNSH = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        queries_per_key = q_BNLH.size(1) // k_BNSH.size(1)
+        k_BNSH = k_BNSH.repeat_interleave(queries_per_key, dim=1)
+        v_BNSH = v_BNSH.repeat_interleave(queries_per_key, dim=1)
+
+        scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
+        scores_BNLS = (q_BNLH.float() @ k_BNSH.float().transpose(-2, -1)) * scale
+        scores_BNLS = scores_BNLS.masked_fill(hidden, float("-inf"))
+
+        lse_BNL = torch.logsumexp(scores_BNLS, dim=-1)
+        weights_BNLS = torch.exp(scores_BNLS - lse_BNL.unsqueeze(-1)).to(v_BNSH.dtype)
+        out_BLNH = (weights_BNLS @ v_BNSH).transpose(1, 2)
+        if out_transform is None:
+            return out_BLNH
+        return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+
+    def _hides(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, masks: Any) -> torch.Tensor:
+        """The scores that do not count, of a shape that scores ``(B, N, L, S)`` take."""
+        raise NotImplementedError
+
+
+class CausalAttention(_InPlainOps, ScaledDotProductAttention):
+    """Causal attention, where a model needs more than SDPA gives.
 
     gpt_oss rescales its attention output by learned sinks, for which it needs the log-sum-exp of
     the scores and its gradient. Half of its layers see a sliding window only. SDPA runs on a CPU
-    and would leave both out silently. Memory is quadratic in the sequence: B x N x L x L scores.
-
-    Shape suffixes: B = batch, L = sequence, N = heads, H = head dimension.
+    and would leave both out silently. Its masks are the number ``(B, L)`` of each token's document,
+    if those are apart.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -298,125 +352,53 @@ class CausalAttention(ScaledDotProductAttention):
         super().__init__(config)
         self.window = config.window
 
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        scale: float | None = None,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        attention_masks: Any = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend. Key and value heads are repeated where there are fewer of them than queries'.
-
-        Args:
-            attention_masks: The number ``(B, L)`` of each token's document, if those are apart.
-            scale: Factor of the scores; 1 / sqrt(H) if None.
-            out_transform: Called with the output ``(B, L, N, H)`` and the log-sum-exp of the
-                scores ``(B, L, N)`` in fp32.
-
-        Returns:
-            ``(B, L, N, H)`` in the dtype of ``v``.
-        """
+    def _hides(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, masks: Any) -> torch.Tensor:
         position = torch.arange(q_BLNH.size(1), device=q_BLNH.device)
         distance_LL = position[:, None] - position[None, :]
         hidden_LL = distance_LL < 0
         if self.window is not None:
             hidden_LL |= distance_LL >= self.window
-        if attention_masks is None:
-            return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_LL, scale, out_transform)
-        of_B1L = attention_masks[:, None]
-        hidden_B1LL = hidden_LL | (of_B1L[..., None] != of_B1L[..., None, :])
-        return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_B1LL, scale, out_transform)
+        if masks is None:
+            return hidden_LL
+        of_B1L = masks[:, None]
+        return hidden_LL | (of_B1L[..., None] != of_B1L[..., None, :])
 
 
-class PlainFlexAttention(FlexAttention):
-    """FlexAttention in plain torch operations: with its masks, which a context axis splits.
+class PlainFlexAttention(_InPlainOps, FlexAttention):
+    """FlexAttention with its masks, which a context axis splits.
 
     Titan's context parallelism needs FlexAttention under ``spmd_types``, and torch has no backward
-    of it on a CPU. Masks, sharding and exchanges remain Titan's own. Memory is quadratic.
-
-    Shape suffixes: B = batch, L = sequence (of the keys on all context ranks), N = heads, H = head
-    dimension. Sharding finds the arguments by these names.
+    of it on a CPU.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
         pass
 
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: BlockMask,
-        scale: float | None = None,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Attend to what ``attention_masks`` shows, else as ``CausalAttention`` does."""
-        assert kwargs.get("score_mod") is None
+    def _hides(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, masks: BlockMask) -> torch.Tensor:
         batch, queries, keys = len(q_BLNH), q_BLNH.shape[1], k_BLNH.shape[1]
-        seen_B1LS = create_mask(attention_masks.mask_mod, batch, 1, queries, keys, q_BLNH.device)
-        return _attend(q_BLNH, k_BLNH, v_BLNH, ~seen_B1LS, scale, out_transform)
+        return ~create_mask(masks.mask_mod, batch, 1, queries, keys, q_BLNH.device)
 
 
-class PlainVarlenAttention(VarlenAttention):
-    """VarlenAttention in plain torch operations: a document is what its metadata delimit."""
+class PlainVarlenAttention(_InPlainOps, VarlenAttention):
+    """VarlenAttention: a document is what its metadata delimit, with the window before a token."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         pass
 
-    def forward(
-        self,
-        q_BLNH: torch.Tensor,
-        k_BLNH: torch.Tensor,
-        v_BLNH: torch.Tensor,
-        *,
-        attention_masks: VarlenMetadata,
-        scale: float | None = None,
-        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-        **kwargs: Any,
+    def _hides(
+        self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, masks: VarlenMetadata
     ) -> torch.Tensor:
-        """Attend to the tokens of a document in the window before each, as its kernel does."""
         at_BL = torch.arange(q_BLNH[..., 0, 0].numel()).view(q_BLNH.shape[:2])
-        document_BL = torch.bucketize(at_BL, attention_masks.cu_seq_q, right=True)
+        document_BL = torch.bucketize(at_BL, masks.cu_seq_q, right=True)
         distance_BLL = at_BL[:, :, None] - at_BL[:, None]
         hidden_BLL = (distance_BLL < 0) | (document_BL[:, :, None] != document_BL[:, None])
         before, after = self.window_size
         assert after == 0
         if before >= 0:
             hidden_BLL |= distance_BLL > before
-        return _attend(q_BLNH, k_BLNH, v_BLNH, hidden_BLL[:, None], scale, out_transform)
-
-
-def _attend(
-    q_BLNH: torch.Tensor,
-    k_BSNH: torch.Tensor,
-    v_BSNH: torch.Tensor,
-    hidden: torch.Tensor,
-    scale: float | None,
-    out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
-) -> torch.Tensor:
-    q_BNLH, k_BNSH, v_BNSH = (t.transpose(1, 2) for t in (q_BLNH, k_BSNH, v_BSNH))
-    queries_per_key = q_BNLH.size(1) // k_BNSH.size(1)
-    k_BNSH = k_BNSH.repeat_interleave(queries_per_key, dim=1)
-    v_BNSH = v_BNSH.repeat_interleave(queries_per_key, dim=1)
-
-    scale = q_BNLH.size(-1) ** -0.5 if scale is None else scale
-    scores_BNLS = (q_BNLH.float() @ k_BNSH.float().transpose(-2, -1)) * scale
-    scores_BNLS = scores_BNLS.masked_fill(hidden, float("-inf"))
-
-    lse_BNL = torch.logsumexp(scores_BNLS, dim=-1)
-    weights_BNLS = torch.exp(scores_BNLS - lse_BNL.unsqueeze(-1)).to(v_BNSH.dtype)
-    out_BLNH = (weights_BNLS @ v_BNSH).transpose(1, 2)
-    if out_transform is None:
-        return out_BLNH
-    return out_transform(out_BLNH, lse_BNL.transpose(1, 2))
+        return hidden_BLL[:, None]
 
 
 def layout_independent_init() -> contextlib.AbstractContextManager[Any]:

@@ -89,10 +89,7 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Do what Titan's does."""
         if self._stopwatch is not None and self.ep_mesh is not None:
-            ranks = self.ep_mesh.size()
-            self._stopwatch.worst = (
-                len(args[0]) * ranks * min(self.num_experts // ranks, self.top_k)
-            )
+            self._stopwatch.worst = len(args[0]) * most_rows_of_token(self)
         in_steps = self._in_half or self.sends_float8 or self.sends_once
         if in_steps and self._turn is None and self.ep_mesh is not None:
             self._pause_for_a_hop(half=1)
@@ -429,13 +426,18 @@ class CountedHybridEPTokenDispatcher(HybridEPTokenDispatcher):
         routed_RD, counts_e, metadata = super().dispatch(
             x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
         )
-        assert self.ep_mesh is not None
-        self.worst = len(x_TD) * self.ep_mesh.size() * min(len(counts_e), self.top_k)
+        self.worst = len(x_TD) * most_rows_of_token(self)
         came = counts_e.detach().sum()
         room = len(routed_RD) - 1 if (self.non_blocking_capacity_factor or 1) < 1 else self.worst
         self.rows[:2].add_(torch.stack([came, (came - room).clamp(min=0)]))
         self.rows[2:].clamp_(min=came + 1)
         return routed_RD, counts_e, metadata
+
+
+def most_rows_of_token(dispatcher: Any) -> int:
+    """Rows that come to a rank if all ranks send it all, for each token of one of them."""
+    ranks = dispatcher.ep_mesh.size()
+    return ranks * min(dispatcher.num_experts // ranks, dispatcher.top_k)
 
 
 def _on_this_mesh(x: torch.Tensor) -> torch.Tensor:

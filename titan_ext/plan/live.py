@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -58,6 +58,11 @@ class Peak(NamedTuple):
     nbytes: int
     phase: str
     by_kind: dict[MemoryKind, int]
+
+    @classmethod
+    def of(cls, phases: Iterable["Peak"]) -> "Peak":
+        """The first of the highest."""
+        return max(phases, key=lambda phase: phase.nbytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -185,30 +190,24 @@ class LiveBytes(TorchDispatchMode):
 
         By what each storage turned out to be.
         """
-        edited = self._fusion.apply(self.events, self.compiled)
-        now, by_kind, left = 0, Counter[MemoryKind](), next(edited, None)
+        now, by_kind = 0, Counter[MemoryKind]()
         found: list[Peak] = []
-        ends = [at for at, _ in self._begun[1:]]
-        for (begin, phase), end in zip(self._begun, [*ends, len(self.events)], strict=True):
-            peak = None
-            while left is not None and left[0] < end:
-                at, (serial, _, nbytes) = left
-                if peak is None and at >= begin:
-                    peak = Peak(now, phase, dict(by_kind))
-                storage = self._storages[serial]
-                change = nbytes or -storage.nbytes
-                now += change
-                by_kind[storage.kind] += change
-                if peak is not None and now > peak.nbytes:
-                    peak = Peak(now, phase, dict(by_kind))
-                left = next(edited, None)
-            found.append(peak or Peak(now, phase, dict(by_kind)))
-        return found
+        begun = deque(self._begun)
+        for at, (serial, _, nbytes) in self._fusion.apply(self.events, self.compiled):
+            while begun and begun[0][0] <= at:
+                found.append(Peak(now, begun.popleft()[1], dict(by_kind)))
+            storage = self._storages[serial]
+            change = nbytes or -storage.nbytes
+            now += change
+            by_kind[storage.kind] += change
+            if found and now > found[-1].nbytes:
+                found[-1] = Peak(now, found[-1].phase, dict(by_kind))
+        return found + [Peak(now, phase, dict(by_kind)) for _, phase in begun]
 
     @property
     def peak(self) -> Peak:
         """The peak of the step."""
-        return max(self.phases, key=lambda phase: phase.nbytes)
+        return Peak.of(self.phases)
 
     @property
     def unsharded(self) -> int:

@@ -74,10 +74,11 @@ class MemoryPlan:
     def of(
         cls, live: LiveBytes, memory: int, ranks_per_node: int = 1, **facts: Any
     ) -> "MemoryPlan":
+        phases = live.phases
         return cls(
             memory,
-            live.peak,
-            live.phases,
+            Peak.of(phases),
+            phases,
             communicators=len(live.groups),
             on_host=live.on_host,
             host_peak=live.host_peak,

@@ -124,7 +124,7 @@ def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> Memor
         )
 
     phases = [whole(one, other) for one, other in zip(short.phases, kept, strict=True)]
-    peak = max(phases, key=lambda phase: phase.nbytes)
+    peak = Peak.of(phases)
     if _renamed(short.peak.phase, depths.head, added) == longer.peak.phase:
         exact = whole(short.peak, longer.peak)
         peak = exact if exact.phase == peak.phase else peak

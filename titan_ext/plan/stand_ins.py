@@ -51,6 +51,7 @@ from titan_ext.base.nodes import NVLINK_DOMAIN, RANKS_PER_NODE
 from titan_ext.components.dispatch import (
     CountedHybridEPTokenDispatcher,
     FunctionalAllToAllTokenDispatcher,
+    most_rows_of_token,
     replace_configs,
 )
 from titan_ext.components.exchange_policy import ranks_of_token
@@ -165,13 +166,8 @@ def in_full_precision(spec: Any, *, emulates: bool) -> set[str]:
 
 
 def _titans(config: Any, kind: type) -> Any:
-    """A config of ours as the one of Titan's that it extends; others as they are.
-
-    So is one that stands in for a GPU's: Titan has no other for a CPU.
-    """
-    module = type(config).__module__
-    is_ours = module.startswith("titan_ext.") and not module.startswith("titan_ext.plan.")
-    return derive(config, kind) if is_ours else config
+    """A config of ours as the one of Titan's that it extends; others as they are."""
+    return derive(config, kind) if type(config).__module__.startswith("titan_ext.") else config
 
 
 def _plan_dispatcher(config: Any, *, imbalance: float, is_compiled: bool) -> Any:
@@ -282,7 +278,7 @@ class Buffered:
     def buffer(self) -> "Buffer":
         of: Any = self
         ranks = dist.get_process_group_ranks(of.ep_mesh.get_group())
-        most = min(of.top_k, of.num_experts // len(ranks)) * len(ranks)
+        most = most_rows_of_token(of)
         share = self._imbalance * of.top_k / most
         share /= getattr(of, "non_blocking_capacity_factor", 1.0)
         nbytes = self.symmetric * of.num_max_tokens_per_rank * most * of.hidden_dim * 2

@@ -331,14 +331,12 @@ class PaceCheck(RunCheck):
                 "titan_ext/tokens travel to experts(ms)": travel_ms,
             }
         if self._counted:
-            counted = torch.stack([each.rows for each in self._counted.values()]).tolist()
+            rows = torch.stack([each.rows for each in self._counted.values()]).cpu()
             for each in self._counted.values():
                 each.rows.zero_()
                 worst = max(worst, each.worst)
-            came, lost = (sum(column) for column in list(zip(*counted, strict=True))[:2])
-            tokens |= {
-                layer: most - 1 for layer, (*_, most) in zip(self._counted, counted, strict=True)
-            }
+            came, lost, _ = rows.sum(0).tolist()
+            tokens |= zip(self._counted, (rows[:, 2] - 1).tolist(), strict=True)
             dropped = 100 * lost / max(came, 1)
             metrics["titan_ext/tokens dropped(%)"] = dropped
         if metrics:  # most ranks have a logger that does nothing

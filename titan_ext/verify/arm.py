@@ -167,9 +167,9 @@ class KeepDtype(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") is torch.bfloat16:
-            place = "" if self._rounded is None else _place_in_a_model(sys._getframe(1))
-            if self._rounded is not None and place:
-                self._rounded.add(place)
+            rounded = self._rounded
+            if rounded is not None and (place := _place_in_a_model(sys._getframe(1))):
+                rounded.add(place)
             else:
                 kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
