@@ -53,6 +53,7 @@ from titan_ext.activation_checkpoint.partition import (
 )
 from titan_ext.fp8 import Codec
 from titan_ext.fsdp.units import Wrap, plan_units
+from titan_ext.plan.live import LiveBytes
 
 B, L, D = 2, 64, 256
 TOKENS = B * L
@@ -461,6 +462,23 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
     assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
     # A unit's own input is float8 too; a block has only one.
     assert worst_cosine(compiled, eager) > (0.9999 if wrap == "block" else 0.998)
+
+
+@pytest.mark.parametrize("wrap", ["submodule", "experts"])
+def test_a_plan_keeps_what_compiled_code_stores(wrap: Wrap):
+    """A dry run runs units and pieces without a compiler; within 2 % of the bytes."""
+    live = LiveBytes([], [])
+    held: dict[str, int] = {}
+
+    def note(moment: str) -> None:
+        sizes = {event.storage: event.nbytes for event in live.events}  # the last is 0 at its end
+        held[moment] = sum(sizes.values())
+
+    policies = [FP8AC(FP8AC.Config(preset="speed")) for _ in range(2)]
+    with torch.compiler.set_stance("force_eager"), live:
+        run(policies[0], wrap, at=note, lengths=(L,))
+    planned = held["between"] - held["before"]
+    assert planned == pytest.approx(run(policies[1], wrap).nbytes, rel=0.02)
 
 
 def _reads_twice(block: Any, x_BLD: torch.Tensor, masks: Any, positions: Any) -> torch.Tensor:

@@ -71,6 +71,7 @@ class EagerBlock:
         locator: Names its operations.
         offload: Takes what a policy keeps on the host; None if none does.
         on_report: Called with the report of the first forward.
+        inside: The module of the block that runs a part of it; "" for the block.
     """
 
     policies: BlockPolicies
@@ -79,6 +80,7 @@ class EagerBlock:
     offload: Offload | None
     on_report: Callable[[BlockMemoryReport], None]
     is_reported: bool = False
+    inside: str = ""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         # The hooks that name operations belong to this block's modules, and would to the copy's.
@@ -113,14 +115,16 @@ class BlockCheckpoint(EagerBlock):
     Attributes:
         options: For ``torch.utils.checkpoint.checkpoint``.
         used_rules: Collects the user's rules that decided an operation.
+        arrives: As in ``compile.CompiledPart``; "" for a whole block.
         refused_discards: Where a preset must not discard, because something reads the output.
     """
 
     options: dict[str, Any]
     used_rules: set[Rule]
+    arrives: str = ""
     refused_discards: set[OpLocation] = field(default_factory=set)
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return module(*args, **kwargs)
         call = _Call(self, counting=not self.is_reported)
@@ -165,11 +169,12 @@ class _Call:
         self._op_of: dict[int, int] = {}  # the index in it of what an entry is of
         # Of the last operation, whose outputs ``pack`` gets.
         self._location = _INPUT
-        self._policy = self._resolver.resolve_input()
+        self._policy = self._resolver.resolve_input(owner.arrives)
         self._arriving: dict[int, _Arriving] = {}
         self._kept_draw: OpLocation | None = None
         """What has drawn random numbers, and does not in the recompute."""
-        self._locator.begin(with_operands=counting or owner.policies.names_operands)
+        names_operands = counting or owner.policies.names_operands
+        self._locator.begin(with_operands=names_operands, inside=owner.inside)
 
     def contexts(self) -> tuple[Any, Any]:
         """Torch's, for the forward and the recompute; they share what is saved."""
@@ -257,10 +262,11 @@ class _Call:
             if (entry := self._arriving.pop(storage, None)) is not None:
                 entry.held = self._store(entry.held, entry.policy, entry.location)
 
-    def finish(self, module: nn.Module, out: Any) -> None:
+    def finish(self, module: Callable[..., Any], out: Any) -> None:
         """End of the forward: free discarded values, unless something reads them."""
         self._store_arrived([entry.held for entry in self._arriving.values()])
-        again = self._discards.finish([*self._locator.left, module], out)
+        left = [*self._locator.left, *([module] if isinstance(module, nn.Module) else [])]
+        again = self._discards.finish(left, out)
         for entry in self._discards.discarded:
             if entry.reader:
                 self._refuse_discard(entry.location, entry.reader)

@@ -121,7 +121,12 @@ def checkpoint_blocks(
             policies = policy.compiled_policies(part.block, part.block_name)
             part.checkpoint(
                 compiled_checkpoint(
-                    part.modules, part.child, policies, policy.used_rules, part.arrives
+                    part.modules,
+                    part.child,
+                    policies,
+                    policy.used_rules,
+                    part.arrives,
+                    functools.partial(policy.eager, part.block, policies, part.child, part.arrives),
                 )
             )
     elif compiled and isinstance(policy, SelectiveAC):
@@ -421,13 +426,16 @@ def compiled_checkpoint(
     policies: BlockPolicies,
     used_rules: set[Rule] | None = None,
     arrives: str = "",
+    make_eager: Callable[[], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A checkpoint for compiled code, to be called with a function and its arguments.
 
     The function runs ``modules``, by name in the block ("" is the block itself), from ``main``.
     ``used_rules`` collects the user's rules that decided an operation. ``arrives`` as in
-    ``CompiledPart``: then the input is kept as the output of an exchange.
+    ``CompiledPart``: then the input is kept as the output of an exchange. ``make_eager`` makes a
+    checkpoint for where the code runs without a compiler, as in a dry run.
     """
+    eager = functools.cache(make_eager) if make_eager is not None else None
     # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
     # to tell whether it may be; it does look at constants that the traced function uses.
     inputs = Resolver(policies, used_rules).resolve_input(arrives)
@@ -453,6 +461,8 @@ def compiled_checkpoint(
         return create_selective_checkpoint_contexts(policy)
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if eager is not None and not torch.compiler.is_compiling():
+            return eager()(function, *args, **kwargs)
         with fx_traceback.annotate(notes):
             return checkpoint(
                 function,

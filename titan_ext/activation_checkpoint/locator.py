@@ -64,13 +64,13 @@ class OpLocator:
         """The innermost running module, named within the block; "" for the block itself."""
         return self._stacks[current_half()][-1]
 
-    def begin(self, *, with_operands: bool) -> None:
-        """Start of a forward."""
+    def begin(self, *, with_operands: bool, inside: str = "") -> None:
+        """Start of a forward: of the block, or of a part that runs in its module ``inside``."""
         if self._block is not None:  # FSDP comes after checkpointing, and before the first forward
             hide_fsdp(self._block.modules())
             self._block = None
         # A hook that raises before ours leaves them uneven: ``leave`` runs without ``enter``.
-        self._stacks, self._arguments = ([""], [""]), ([()], [()])
+        self._stacks, self._arguments = ([inside], [inside]), ([()], [()])
         self.left.clear()
         self._names.clear()
         self._storages.clear()
@@ -124,8 +124,9 @@ class OpLocator:
             self._name_parameters(slots)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._stacks[current_half()].pop()
-            self._arguments[current_half()].pop()
+            if len(self._stacks[current_half()]) > 1:  # else it encloses the part that has begun
+                self._stacks[current_half()].pop()
+                self._arguments[current_half()].pop()
             self.left.append(module)
 
         return enter, leave

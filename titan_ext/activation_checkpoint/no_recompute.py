@@ -18,7 +18,8 @@ dispatch mode notes copies as they are made; it compares no values.
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
@@ -56,26 +57,34 @@ class NoRecomputeBlock(ActivationWrapper):
     It lacks ``checkpoint_impl``, by which Titan recognises blocks that count their tokens twice.
     """
 
-    def __init__(self, module: nn.Module, block: EagerBlock) -> None:
+    def __init__(self, module: nn.Module, block: "NoRecompute") -> None:
         super().__init__(module)
         self._block = block
-        # Casts of weights, by storage, in one autocast context: it caches them over forwards.
-        self._casts: dict[int, StorageWeakRef] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        module, block = self._checkpoint_wrapped_module, self._block
+        return self._block(self._checkpoint_wrapped_module, *args, **kwargs)
+
+
+@dataclass(eq=False, kw_only=True)
+class NoRecompute(EagerBlock):
+    """Runs a block, or a part of one, and stores what autograd saves in it."""
+
+    # Casts of weights, by storage, in one autocast context: it caches them over forwards.
+    _casts: dict[int, StorageWeakRef] = field(default_factory=dict, init=False)
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return module(*args, **kwargs)
+            return function(*args, **kwargs)
         entries: list[Any] = []
-        block.locator.begin(with_operands=False)
+        self.locator.begin(with_operands=False, inside=self.inside)
         for storage in [key for key, ref in self._casts.items() if ref.expired()]:
             del self._casts[storage]
-        values = _SavedValues(block, self._casts)
-        group = block.host_group()
+        values = _SavedValues(self, self._casts)
+        group = self.host_group()
 
         def pack(x: torch.Tensor) -> Any:
-            name = block.locator.module
-            policy, reason = block.policies.module_policy(name)
+            name = self.locator.module
+            policy, reason = self.policies.module_policy(name)
             if not self._casts.keys().isdisjoint(storage_ids(x)):
                 policy, reason = OpPolicy.SAVE, "cast weight"
             host = group if policy.on_host else None
@@ -83,15 +92,15 @@ class NoRecomputeBlock(ActivationWrapper):
             if narrow is not None:
                 entry = _narrowed(x, narrow, name or ROOT, host)
             else:
-                entry = block.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
-            if not block.is_reported:
+                entry = self.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
+            if not self.is_reported:
                 entries.append(entry)
             return entry
 
         with values, torch.autograd.graph.saved_tensors_hooks(pack, restore):
-            out = module(*args, **kwargs)
-        if not block.is_reported:
-            block.report(entries)
+            out = function(*args, **kwargs)
+        if not self.is_reported:
+            self.report(entries)
         return out
 
 

@@ -14,10 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.tools.logging import logger
 
-from titan_ext.activation_checkpoint.blocks import BlockCheckpoint, EagerBlock
+from titan_ext.activation_checkpoint.blocks import BlockCheckpoint
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport, PolicyReport
-from titan_ext.activation_checkpoint.no_recompute import NoRecomputeBlock
+from titan_ext.activation_checkpoint.no_recompute import NoRecompute, NoRecomputeBlock
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, BlockRecipe
 from titan_ext.activation_checkpoint.op_rules import (
     KEY,
@@ -205,7 +205,7 @@ class FP8AC(ActivationCheckpointing):
         self.codec = default_codec()
         self.used_rules: set[Rule] = set()
         self.memory_report = PolicyReport(self.codec, dump_folder)
-        self._locators: list[OpLocator] = []
+        self._locators: dict[nn.Module, OpLocator] = {}
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None
         self._names: dict[nn.Module, str] = {}
@@ -237,26 +237,38 @@ class FP8AC(ActivationCheckpointing):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         name = self._names.get(module) or base_fqn or "block"
         self.memory_report.names.append(name)
-        config, policies = self._config, self._policies_of(module, name)
-        locator = OpLocator(module)
-        self._locators.append(locator)
+        block = self.eager(module, self._policies_of(module, name))
+        if isinstance(block, NoRecompute):
+            return NoRecomputeBlock(module, block)
+        # By the ``checkpoint_impl`` of torch's wrapper Titan's optimizer.py knows that the block
+        # counts its tokens twice.
+        return checkpoint_wrapper(module, checkpoint_fn=block)
+
+    def eager(
+        self, module: nn.Module, policies: BlockPolicies, inside: str = "", arrives: str = ""
+    ) -> NoRecompute | BlockCheckpoint:
+        """What runs a block eagerly, or a part in its module ``inside``, and keeps what
+        ``policies`` say; ``arrives`` as in ``compile.CompiledPart``.
+        """
+        config, locator = self._config, self._locators.get(module) or OpLocator(module)
+        self._locators[module] = locator
         common: dict[str, Any] = {
             "policies": policies,
             "store": SavedTensorStore(self.codec, modules=[module]),
             "locator": locator,
             "offload": self._offload,
             "on_report": self._take_report,
+            "is_reported": self.memory_report.is_compiled,
+            "inside": inside,
         }
         if policies.recipe.base == "autograd":
-            return NoRecomputeBlock(module, EagerBlock(**common))
+            return NoRecompute(**common)
         options = {
             "preserve_rng_state": config.preserve_rng_state,
             "determinism_check": config.determinism_check,
         }
-        checkpoint = BlockCheckpoint(options=options, used_rules=self.used_rules, **common)
-        # By the ``checkpoint_impl`` of torch's wrapper Titan's optimizer.py knows that the block
-        # counts its tokens twice.
-        return checkpoint_wrapper(module, checkpoint_fn=checkpoint)
+        common |= {"options": options, "used_rules": self.used_rules, "arrives": arrives}
+        return BlockCheckpoint(**common)
 
     def _take_report(self, report: BlockMemoryReport) -> None:
         config = self._config
@@ -376,7 +388,7 @@ def measure_block(
     holder = nn.Module()
     holder.layers = nn.ModuleDict({"0": block})
     policy.apply(holder)
-    (locator,) = policy._locators
+    (locator,) = policy._locators.values()
     try:
         out = holder.get_submodule("layers.0")(*args, **kwargs)
         (loss(out) if loss is not None else out.float().sum()).backward()

@@ -274,7 +274,7 @@ class Job:
         of_step = shortened if depths is not None and not is_whole else plan
         try:
             now = {**self.values, **keys}
-            # A plan of compiled blocks does not see what a solved table keeps.
+            # The solver does not know what passes between compiled pieces.
             if room is None or (now.get(COMPILE) and "model" in now["compile.components"]):
                 return of_step(None)
             solve = self.solver(keys)
