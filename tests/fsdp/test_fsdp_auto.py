@@ -41,10 +41,13 @@ _ACROSS = {"dp_shard": 64, "ep": 8}
         (_ACROSS, ("experts", 2, 2)),
         ({"dp_shard": 4096, "ep": 8}, ("experts", 2, 2)),
         ({"dp_shard": 2, "tp": 8, "ep": 8}, ("experts", 2, 2)),
+        (_ACROSS | {"compiles_blocks": True}, ("submodule", None, 3)),
     ],
 )
 def test_the_rule(dims: dict[str, int], expected: tuple, model: Decoder):
-    chosen = choose(model, FSDPSettings(), degrees(**dims), NODES)
+    of = {key: value for key, value in dims.items() if key != "compiles_blocks"}
+    compiles = "compiles_blocks" in dims
+    chosen = choose(model, FSDPSettings(), degrees(**of), NODES, compiles_blocks=compiles)
     assert _chosen(chosen) == expected
     assert (expected[0] in chosen.why) == (dims.get("ep", 1) > 1)
 

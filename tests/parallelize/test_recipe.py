@@ -1,5 +1,6 @@
 """The recipe is made before any pass, without a process group, and is what the passes then do."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -132,3 +133,24 @@ def test_the_recipe_is_what_the_passes_do(name: str, tmp_path: Path):
     run = replace(_JOB, **_JOBS[name])
     (found,) = run_ranks(_compare, 1, run, run.world - 1, tmp_path, log_folder=tmp_path / "logs")
     assert found == []
+
+
+def _units(runs: Sequence[Run], folder: Path) -> list[str]:
+    with as_rank(16, 0, ranks_per_node=2, nvlink_domain=2):
+        configs: list[Any] = [make_config(run, folder) for run in runs]
+        return [_resolved_by_itself(config, 16).fsdp.wrap for config in configs]
+
+
+def test_blocks_that_are_compiled_whole_have_no_unit_of_experts(tmp_path: Path):
+    """Exchanges order the blocks of a model with shared experts: those are in pieces anyway."""
+    run = replace(_JOB, ac="selective", compiled=True)
+    no_shared = replace(run, model="qwen3_moe", ep=2)
+    runs = [
+        run,
+        replace(run, compiled=False),
+        replace(run, overlap_exchanges="none"),
+        no_shared,
+        replace(no_shared, overlap_exchanges="halves"),
+    ]
+    (found,) = run_ranks(_units, 1, runs, tmp_path, log_folder=tmp_path / "logs")
+    assert found == ["experts", "experts", "submodule", "submodule", "experts"]

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import TokenChoiceTopKRouter
+from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
@@ -59,6 +59,14 @@ class Exchanges:
         """``rows`` of one MoE layer: "expert" where no rank or node has two of a token's."""
         fewer = sends_fewer(top_k, num_experts, self.nodes or self.ep)
         return self.rows if fewer else "expert"
+
+    def order_blocks(self, model: Decoder.Config) -> bool:
+        """True if blocks of ``model`` wait for them, or run in halves: none is compiled whole."""
+        shares = (
+            moe.shared_experts is not None for _, moe, *_ in cast(Any, model).traverse(MoE.Config)
+        )
+        overlaps = self.overlap == "halves" or (self.overlap == "shared_experts" and any(shares))
+        return overlaps or self.dtype is not None or self.rows != "expert"
 
 
 def resolve_exchanges(

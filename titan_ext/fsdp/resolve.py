@@ -67,6 +67,8 @@ def resolve_sharding(
     settings: FSDPSettings,
     parallel_dims: ParallelDims,
     nodes: Nodes,
+    *,
+    compiles_blocks: bool = False,
 ) -> FSDPPlan:
     """Decide what FSDP does with the units of ``model``, and with its vision towers.
 
@@ -75,11 +77,12 @@ def resolve_sharding(
             before tensor and expert parallelism, or after them. It stays as it is. Some names may
             be in other chunks, and "default" keeps the units of a chunk gathered after forward.
         parallel_dims: Of it only the degrees and the backend are read.
+        compiles_blocks: Whether blocks are compiled whole, unless the experts are a unit.
 
     Raises:
         ValueError: for a setting that does not fit the model, or a name that is not in it.
     """
-    choice = choose(model, settings, parallel_dims, nodes)
+    choice = choose(model, settings, parallel_dims, nodes, compiles_blocks=compiles_blocks)
     sizes = ShardSizes.of(parallel_dims)
     of = _Job(model, settings, parallel_dims, sizes, is_chunk=parallel_dims.pp_enabled)
     # With pipeline parallelism a microbatch may have no images, and FSDP2 fails on a unit that

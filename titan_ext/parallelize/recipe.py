@@ -86,7 +86,13 @@ def resolve(
         model.config, parallelism, training, parallel_dims, nodes, compiled=compiled
     )
     return Recipe(
-        fsdp=resolve_sharding(model, settings, parallel_dims, nodes),
+        fsdp=resolve_sharding(
+            model,
+            settings,
+            parallel_dims,
+            nodes,
+            compiles_blocks=compiled and not exchanges.order_blocks(model.config),
+        ),
         exchanges=exchanges,
         checkpointing=resolve_checkpointing(model, ac_config, exchanges),
         compile=compile_config if compiled else None,
