@@ -8,6 +8,8 @@
         --arms selective noise float8-gather bad-gather --output outputs/fp8_gather_loss
     python benchmarks/fp8_ac_loss.py --warm 200 --steps 80 --output outputs/exchange_loss \
         --arms selective noise halves rows float8-exchange bad-exchange
+    python benchmarks/fp8_ac_loss.py --warm 150 --steps 60 --output outputs/compiled_loss \
+        --arms selective noise compiled compiled-fp8 bad-exchange
 
 It trains the DeepSeek-V3 debug model with 3 layers, EP 2 on 2 gloo ranks, for 300 steps on Python's
 standard library. Parameters are fp32, computation is bf16. Training is chaotic: a relative change
@@ -81,6 +83,8 @@ ARMS: dict[str, Any] = {
     "rows": SelectiveAC.Config,
     "float8-exchange": SelectiveAC.Config,
     "bad-exchange": SelectiveAC.Config,
+    "compiled": SelectiveAC.Config,
+    "compiled-fp8": FP8AC.Config,
 }
 """By name, what checkpoints activations. "fp8" is the policy's default."""
 _GATHERS = ("float8-gather", "bad-gather")
@@ -119,6 +123,7 @@ def train_rank(
         exchange_dtype="float8" if arm in _EXCHANGES else None,
         exchange_rows="rank" if arm == "rows" else "expert",
         overlap_exchanges="halves" if arm == "halves" else "shared_experts",
+        compiled=arm.startswith("compiled"),
         global_batch=2 * batch,
         seq_len=seq_len,
         steps=steps,
