@@ -115,7 +115,8 @@ def _job(arm: str) -> Iterator[Any]:
         flags = f"--comm.mode fake_backend --dump_folder {folder} --training.steps 100000 "
         flags += f"--dataloader.dataset python_stdlib --hf_assets_path {default_tokenizer_path()} "
         flags += "--checkpoint.no-enable --metrics.log_freq 100000 --debug.moe_force_load_balance "
-        flags += f"--debug.seed 0 --training.disable_cuda_graphs {ARMS[arm]}"  # a policy is last
+        flags += "--parallelism.fsdp_wrap submodule --training.disable_cuda_graphs "
+        flags += f"--debug.seed 0 {ARMS[arm]}"  # a policy is last
         config = resolve("benchmarks.host_and_memory.quarter_16b", flags.split()).config
         if arm == "stock":
             as_stock(config)

@@ -36,7 +36,7 @@ _ACROSS = {"dp_shard": 64, "ep": 8}
     ("dims", "expected"),
     [
         ({"dp_shard": 8}, ("block", None, 1)),
-        ({"dp_shard": 8, "ep": 2}, ("submodule", None, 1)),  # on one node
+        ({"dp_shard": 8, "ep": 2}, ("block", None, 1)),  # on one node
         ({"dp_shard": 64, "ep": 64}, ("block", None, 1)),  # whole on a rank
         (_ACROSS, ("experts", 2, 2)),
         ({"dp_shard": 4096, "ep": 8}, ("experts", 2, 2)),
