@@ -30,6 +30,7 @@ from titan_ext.activation_checkpoint.op_rules import (
     parse_rules,
 )
 from titan_ext.activation_checkpoint.presets import Preset, block_policies, block_recipe
+from titan_ext.base.facts import LOSSY, ROUNDING, KeyFacts
 from titan_ext.base.messages import BYTES, check_choice, parse_bytes, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.components.exchange_policy import Exchanges
@@ -50,14 +51,14 @@ class FP8AC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        mode: Mode = "selective"
+        mode: Annotated[Mode, KeyFacts(LOSSY)] = "selective"
         """
         "selective": by operation, as ``preset`` and ``op_policies`` say. "full": keep only the
         blocks' inputs, in float8, and what fixes the routing. "no_recompute": recompute nothing,
         and keep what autograd saves in float8.
         """
 
-        preset: Preset = "memory"
+        preset: Annotated[Preset, KeyFacts(LOSSY)] = "memory"
         """
         With mode "selective". "memory": attention and shared experts, at about half of stock
         selective's bytes. "balanced": attention, and w3 of all experts and feed-forwards.
@@ -66,7 +67,9 @@ class FP8AC(ActivationCheckpointing):
         from.
         """
 
-        op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        op_policies: Annotated[dict[str, str], table_flag(), KeyFacts(LOSSY)] = field(
+            default_factory=dict
+        )
         """
         "module[:op[:operand[:occurrence]]]" -> save, save_float8, offload, offload_float8,
         recompute or discard. These are globs; the module is named within the block or in the model.
@@ -74,33 +77,35 @@ class FP8AC(ActivationCheckpointing):
         "(block)" a block without its modules.
         """
 
-        offload_limit: str = ""
+        offload_limit: Annotated[str, KeyFacts()] = ""
         """
         Most pinned host memory of a rank for "offload" and "offload_float8" ("64GiB"). What does
         not fit stays on the device. "": no limit.
         """
 
-        budget: str = ""
+        budget: Annotated[str, KeyFacts(LOSSY)] = ""
         """
         Bytes that a rank's blocks may hold for backward: "20GiB", or "fit" for what its memory
         leaves ("fit 80GiB": a device of that). Before it starts, the run finds the ``op_policies``
         that take the least time within it (docs/float8.md).
         """
 
-        solved_with: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        solved_with: Annotated[dict[str, str], table_flag(), KeyFacts()] = field(
+            default_factory=dict
+        )
         """
         The releases of torch and torchtitan that a solved ``op_policies`` was found with. dry-run
         writes this; other releases are refused. Empty: not checked.
         """
 
-        score_before_last_gemm: bool = False
+        score_before_last_gemm: Annotated[bool, KeyFacts(ROUNDING, off=False)] = False
         """
         Multiply by the routing scores before the last expert GEMM, so that its output need not be
         kept or computed again, nor sent again with expert parallelism. Changes the rounding of the
         forward.
         """
 
-        exempt: list[str] = field(default_factory=list)
+        exempt: Annotated[list[str], KeyFacts()] = field(default_factory=list)
         """
         Globs for modules, named in the model, that use no float8 ("layers.0", "*.attention").
         """

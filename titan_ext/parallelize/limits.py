@@ -40,6 +40,7 @@ from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
 from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
 from titan_ext.fsdp.units import REPLICATE
+from titan_ext.parallelize.keys import FACTS
 
 _SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
 _OTHERS = "another schedule (1F1B, Interleaved1F1B)"
@@ -412,12 +413,10 @@ def wrong_together(
         ),
     ]
     changed = changed_exchanges(of)
-    eager_only = [
-        (REPLICATE, replicates, "it refuses hooks of FSDP in a block"),
-        (QUANTIZE_FROZEN, quantizes, "torchao keeps NF4Tensor out of it"),
-    ]
-    for key, is_on, why in eager_only:
-        rows.append((compiled and is_on, f"{key} does not go with compile.enable = true: {why}."))
+    for key, facts in FACTS.items():
+        is_wrong = compiled and facts.is_on(getattr(of, key.rpartition(".")[2], None))
+        if is_wrong and (why := facts.eager_only):
+            rows.append((True, f"{key} does not go with compile.enable = true: {why}."))
     for key, value in changed.items():
         said, halves = f'parallelism.{key} = "{value}"', key == "overlap_exchanges"
         rows += [
