@@ -20,12 +20,13 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_ext.base import no_accelerator
+from titan_ext.base.messages import Mistakes
 from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.limits import check_model_limits
+from titan_ext.parallelize.limits import wrong_model
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.passes import parallelize
 
@@ -90,7 +91,7 @@ def build_decoder(
         )
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)
-    check_model_limits(spec, parallelism, training)
+    Mistakes(wrong_model(spec, parallelism, training)).raise_all()
     check_lora_targets(spec.model, SimpleNamespace(parallelism=parallelism))
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)

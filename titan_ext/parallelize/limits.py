@@ -2,7 +2,7 @@
 """Values, degrees, schedules and models that no run can have, refused before anything starts.
 
 Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
-``wrong_together`` has the keys of ours that do not go together, a row each.
+``wrong_together`` has the keys of ours that do not go together.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def value_of(config: Any, key: str) -> Any:
     return functools.reduce(lambda at, name: getattr(at, name, None), key.split("."), config)
 
 
-def wrong_values(config: Any) -> list[str]:
+def wrong_values(config: Any) -> Iterator[str]:
     """A message for every value that is out of its range; a key that is not there passes."""
     rows = [(key, limit, value_of(config, key)) for key, limit in _LIMITS.items()]
     groups = getattr(getattr(config, "optimizer", None), "param_groups", None) or ()
@@ -118,11 +118,9 @@ def wrong_values(config: Any) -> list[str]:
         of_group = f"optimizer.param_groups.{index}.optimizer_kwargs"
         for name, limit in _OF_OPTIMIZER.items():
             rows.append((f"{of_group}.{name}", limit, group.optimizer_kwargs.get(name)))
-    return [
-        f"{key} is {value!r}; expected {limit.expected}."
-        for key, limit, value in rows
-        if value is not None and not limit.holds(value)
-    ]
+    for key, limit, value in rows:
+        if value is not None and not limit.holds(value):
+            yield f"{key} is {value!r}; expected {limit.expected}."
 
 
 def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
@@ -214,7 +212,7 @@ def _divisors(number: int) -> list[int]:
 
 def wrong_schedule(
     settings: FSDPSettings, of: ParallelismConfig, *, loss: Any, ac_config: Any, compiled: bool
-) -> list[str]:
+) -> Iterator[str]:
     """A message for what a schedule that splits backward cannot do, or would do wrong.
 
     Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights
@@ -226,40 +224,35 @@ def wrong_schedule(
     ``loss`` and ``ac_config`` are configs, None where there is none.
     """
     if (key := _splitting_key(of)) is None:
-        return []
+        return
+    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
+    if compiled:
+        yield (
+            f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
+            f"false, or {_OTHERS}."
+        )
     policy = ""
     if isinstance(ac_config, SelectiveAC.Config):  # torch's selective checkpoints run backward once
         policy = '"selective"'
     elif isinstance(ac_config, FP8AC.Config) and ac_config.mode != "no_recompute":
         policy = f'"fp8" with mode "{ac_config.mode}"'
-    rows = [
-        (
-            compiled,
-            ": torch.compile makes code that runs backward once. Expected compile.enable = false, "
-            f"or {_OTHERS}.",
-        ),
-        (
-            bool(policy),
-            f"; activation_checkpoint policy {policy} allows one backward only. Expected "
-            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.',
-        ),
-        (
-            isinstance(loss, ChunkedLossWrapper.Config),
-            ": with the chunked loss the last norm would get no gradient. Expected another loss "
-            f"(torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}.",
-        ),
-        *(
-            (
-                value not in ("default", "never"),
-                f", and {reshard_key} is {value!r}: parameters that are freed after forward would "
-                'get no gradient. Expected "never", or "default", which keeps them gathered in a '
-                "pipeline.",
+    if policy:
+        yield (
+            f"{why}; activation_checkpoint policy {policy} allows one backward only. Expected "
+            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.'
+        )
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        yield (
+            f"{why}: with the chunked loss the last norm would get no gradient. Expected another "
+            f"loss (torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}."
+        )
+    for reshard_key, value in settings.reshard_by_key.items():
+        if value not in ("default", "never"):
+            yield (
+                f"{why}, and {reshard_key} is {value!r}: parameters that are freed after forward "
+                'would get no gradient. Expected "never", or "default", which keeps them gathered '
+                "in a pipeline."
             )
-            for reshard_key, value in settings.reshard_by_key.items()
-        ),
-    ]
-    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
-    return [f"{why}{message}" for is_wrong, message in rows if is_wrong]
 
 
 def _splitting_key(parallelism: ParallelismConfig) -> str | None:
@@ -273,25 +266,25 @@ def _splitting_key(parallelism: ParallelismConfig) -> str | None:
     return "pipeline_parallel_schedule" if schedule in _SPLIT_BACKWARD else None
 
 
-def check_model_limits(
-    spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig | None = None
-) -> None:
-    """Raise ValueError for what Titan refuses for the model of ``spec``, or computes wrongly."""
+def wrong_model(
+    spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig
+) -> Iterator[str]:
+    """A message for what Titan refuses for the model of ``spec``, or computes wrongly."""
     name = spec.name
     cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
     if name in _NO_CONTEXT_PARALLEL and cp > 1:
-        raise ValueError(
+        yield (
             f"parallelism.context_parallel_degree is {cp}; {name} needs 1: TorchTitan does not "
             "support context parallelism for it."
         )
     if name in _SPMD_TYPES_ONLY and backend != "spmd_types":
-        raise ValueError(
+        yield (
             f"parallelism.spmd_backend is {backend!r}; {name} supports only 'spmd_types', as in "
             "TorchTitan."
         )
     tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
     if name == "gpt_oss" and tp > 1 and ep == 1 and backend == "spmd_types":
-        raise ValueError(
+        yield (
             f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
             "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
             f"the {tp} ranks, and the loss is wrong. Expected expert_parallel_degree > 1."
@@ -302,14 +295,14 @@ def check_model_limits(
         and getattr(spec.model, "mtp_layers", None)
     ):
         # Its weight is replicated in _set_deepseek_v3_mtp_sharding, and not invariant as a norm's.
-        raise ValueError(
+        yield (
             "parallelism.enable_sequence_parallel is false and tensor_parallel_degree "
             f"{tp}; TorchTitan 0.3 then adds the gradient of eh_proj (multi-token prediction) "
             f"once for each of the {tp} ranks, or fails. Expected true."
         )
-    if name == "gpt_oss" and training and training.mixed_precision_param == "float32":
+    if name == "gpt_oss" and training.mixed_precision_param == "float32":
         # torchtitan/models/gpt_oss/moe.py: unlike other experts', the result stays bfloat16.
-        raise ValueError(
+        yield (
             "training.mixed_precision_param is 'float32'; the experts of gpt_oss return bfloat16 "
             "in TorchTitan 0.3, which it cannot add to float32. Expected 'bfloat16'."
         )
@@ -351,128 +344,110 @@ def wrong_together(
     of: ParallelismConfig,
     *,
     compiled: bool,
-    model: Decoder.Config | None = None,
-    ac_config: Any = None,
+    model: Decoder.Config,
+    ac_config: Any,
     loss: Any = None,
-) -> list[str]:
+) -> Iterator[str]:
     """A message for each pair of keys that do not go together.
 
-    ``model``, ``ac_config`` and ``loss`` are configs, None where they are not known.
+    ``model``, ``ac_config`` and ``loss`` are configs; a ``loss`` of None is not known.
     """
     backend, ep, tp = of.spmd_backend, of.expert_parallel_degree, of.tensor_parallel_degree
     wrap, cp, dims = settings.wrap, of.context_parallel_degree, stage_dims(of)
-    replicates, copies = bool(settings.replicate), of.data_parallel_replicate_degree
-    quantizes, pp = bool(settings.quantize_frozen), of.pipeline_parallel_degree
-    rows = [
-        (
-            backend not in _SPMD_BACKENDS,
+    copies, pp = of.data_parallel_replicate_degree, of.pipeline_parallel_degree
+    if backend not in _SPMD_BACKENDS:
+        yield (
             f"parallelism.spmd_backend is {backend!r}, which titan_ext does not support "
-            f"(TorchTitan removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}.",
-        ),
-        (
-            replicates and backend == "partial_dtensor" and copies > 1,
+            f"(TorchTitan removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}."
+        )
+    if settings.replicate and backend == "partial_dtensor" and copies > 1:
+        yield (
             f"{REPLICATE} needs parallelism.data_parallel_replicate_degree = 1 with spmd_backend = "
-            '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".',
-        ),
-        (
-            replicates and backend == "spmd_types" and cp > 1,
+            '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".'
+        )
+    if settings.replicate and backend == "spmd_types" and cp > 1:
+        yield (
             f"{REPLICATE} needs parallelism.context_parallel_degree = 1 with spmd_backend = "
             '"spmd_types": torch would put sharded and replicated parameters on two meshes, and '
-            'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".',
-        ),
-        (
-            quantizes and tp > 1,
+            'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".'
+        )
+    if settings.quantize_frozen and tp > 1:
+        yield (
             f"{QUANTIZE_FROZEN} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be "
-            "sharded only once, along its rows.",
-        ),
-        *(
-            (
-                degree > 1 and bool(getattr(model, "mtp_layers", None)),
+            "sharded only once, along its rows."
+        )
+    for axis, degree in (("pipeline", pp), ("context", cp)):
+        if degree > 1 and getattr(model, "mtp_layers", None):
+            yield (
                 f"parallelism.{axis}_parallel_degree is {degree}, which TorchTitan 0.3 does not "
-                "support with multi-token prediction; expected 1, or num_mtp_layers = 0.",
+                "support with multi-token prediction; expected 1, or num_mtp_layers = 0."
             )
-            for axis, degree in (("pipeline", pp), ("context", cp))
-        ),
-        (
-            # torchtitan/models/common/linear.py divides the bias for the sum over ranks, and nobody
-            # sums its gradient; under spmd_types FSDP does. Found by ``titan_ext verify``.
-            backend == "partial_dtensor" and tp > 1 and _has(model, ScaledBiasRowwiseLinear.Config),
+    # torchtitan/models/common/linear.py divides the bias for the sum over ranks, and nobody sums
+    # its gradient; under spmd_types FSDP does. Found by ``titan_ext verify``.
+    divides = any(True for _ in model.traverse(ScaledBiasRowwiseLinear.Config))
+    if backend == "partial_dtensor" and tp > 1 and divides:
+        yield (
             f"parallelism.tensor_parallel_degree is {tp}; under spmd_backend = 'partial_dtensor' "
             f"TorchTitan 0.3 takes 1/{tp} of the gradient of attention.wo.bias for the whole. "
-            "Expected spmd_backend = 'spmd_types'.",
-        ),
-        (
-            compiled and isinstance(ac_config, FP8AC.Config) and ac_config.offloads(),
+            "Expected spmd_backend = 'spmd_types'."
+        )
+    if compiled and isinstance(ac_config, FP8AC.Config) and ac_config.offloads():
+        yield (
             "activation_checkpoint.op_policies: offload and offload_float8 do not run under "
-            "torch.compile: expected save or save_float8, or compile.enable = false.",
-        ),
-        (
-            bool(settings.expert_reduce_scatter) and pp > 1,
+            "torch.compile: expected save or save_float8, or compile.enable = false."
+        )
+    if settings.expert_reduce_scatter and pp > 1:
+        yield (
             f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
-            "sums the gradients of its microbatches in float32 before FSDP sends them.",
-        ),
-    ]
-    changed = changed_exchanges(of)
+            "sums the gradients of its microbatches in float32 before FSDP sends them."
+        )
     for key, facts in FACTS.items():
-        is_wrong = compiled and facts.is_on(getattr(of, key.rpartition(".")[2], None))
-        if is_wrong and (why := facts.eager_only):
-            rows.append((True, f"{key} does not go with compile.enable = true: {why}."))
+        is_on = compiled and facts.is_on(getattr(of, key.rpartition(".")[2], None))
+        if is_on and facts.eager_only:
+            yield f"{key} does not go with compile.enable = true: {facts.eager_only}."
+    changed = changed_exchanges(of)
     for key, value in changed.items():
-        said, halves = f'parallelism.{key} = "{value}"', key == "overlap_exchanges"
-        rows += [
-            (
-                halves and cp > 1,
+        said = f'parallelism.{key} = "{value}"'
+        if key == "overlap_exchanges" and cp > 1:
+            yield (
                 f"{said} needs parallelism.context_parallel_degree = 1: masks of half a batch are "
-                "made from positions, of which a rank then has a part.",
-            ),
-            (
-                not halves and ep == 1,
+                "made from positions, of which a rank then has a part."
+            )
+        if key != "overlap_exchanges" and ep == 1:
+            yield (
                 f"{said} needs parallelism.expert_parallel_degree > 1: without expert parallelism "
-                "no token travels.",
-            ),
-        ]
+                "no token travels."
+            )
     for key, value in settings.collectives.items():
         said, of_experts = f'{key} = "{value}"', value != "blocks"
-        rows += [
-            (
-                of_experts and ep == 1 and wrap != "experts",
+        if of_experts and ep == 1 and wrap != "experts":
+            yield (
                 f"{said} needs parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "
                 f'"experts": with fsdp_wrap = "{wrap}" and without expert parallelism one '
-                "collective carries the experts and the parameters around them.",
-            ),
-            (
-                of_experts and dims is not None and dims.dp_shard * cp * tp // ep <= 1,
+                "collective carries the experts and the parameters around them."
+            )
+        if of_experts and dims is not None and dims.dp_shard * cp * tp // ep <= 1:
+            yield (
                 f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree "
                 f"= {ep} each rank holds its experts whole. Expected a smaller degree, or "
-                "a config without this key.",
-            ),
-        ]
+                "a config without this key."
+            )
     for key, ranks in settings.reshard_by_key.items():
-        if isinstance(ranks, str):
-            continue
         said = f"{key} is {ranks}, a number of ranks, which torch does not offer with"
-        rows += [
-            (
-                backend != "partial_dtensor",
+        if isinstance(ranks, int) and backend != "partial_dtensor":
+            yield (
                 f'{said} parallelism.spmd_backend = "{backend}" (fully_shard refuses it on a mesh '
                 'with other axes). Use "always" or "never", or spmd_backend = "partial_dtensor"; '
-                "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP).",
-            ),
-            (
-                tp > 1,
+                "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP)."
+            )
+        if isinstance(ranks, int) and tp > 1:
+            yield (
                 f"{said} parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors "
-                'to a smaller world). Use "always" or "never".',
-            ),
-        ]
-    found = [message for is_wrong, message in rows if is_wrong]
-    found += wrong_schedule(settings, of, loss=loss, ac_config=ac_config, compiled=compiled)
-    if model is not None:
-        found += [*wrong_dispatchers(model, changed), *wrong_float8(model, tp, ep, backend)]
-    return found
-
-
-def _has(model: Decoder.Config | None, kind: type) -> bool:
-    return model is not None and any(True for _ in model.traverse(kind))
+                'to a smaller world). Use "always" or "never".'
+            )
+    yield from wrong_schedule(settings, of, loss=loss, ac_config=ac_config, compiled=compiled)
+    yield from wrong_dispatchers(model, changed)
+    yield from wrong_float8(model, tp, ep, backend)
 
 
 def stage_dims(of: ParallelismConfig) -> ParallelDims | None:

@@ -72,15 +72,17 @@ def resolve(
     """
     compiled = compiles_model(compile_config)
     settings = FSDPSettings.from_config(parallelism, training, ignored)
-    wrong = wrong_together(
-        settings, parallelism, compiled=compiled, model=model.config, ac_config=ac_config
+    wrong = Mistakes(
+        wrong_together(
+            settings, parallelism, compiled=compiled, model=model.config, ac_config=ac_config
+        )
     )
     if parallel_dims.cp_enabled and vision_modules(model):
         wrong.append(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    Mistakes(wrong).raise_all()
+    wrong.raise_all()
     # Of the whole model's config, which every chunk has: all ranks make the same meshes.
     exchanges = resolve_exchanges(
         model.config, parallelism, training, parallel_dims, nodes, compiled=compiled

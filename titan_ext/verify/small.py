@@ -662,7 +662,7 @@ def in_other_layout(job: SmallJob) -> SmallJob | None:
             continue
         config = copy.deepcopy(job.config)
         _set_degrees(config, layout)
-        batch.set_sizes(config, batch=microbatch)
+        batch.set_batch(config, microbatch)
         with contextlib.suppress(ValueError):
             Mistakes(wrong_degrees(config, layout.world)).raise_all()
             replace(copy.deepcopy(config))  # checks its keys, and adapts attention in place

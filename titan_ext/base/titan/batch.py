@@ -91,9 +91,6 @@ def make_small(
     return Samples(training.seq_len, microbatch, training.global_batch_size, passes, data_ranks)
 
 
-def set_sizes(config: Any, *, batch: int | None = None, step: int | None = None) -> None:
-    """Give a data-parallel rank's batch, or a step of all ranks, so many sequences, in place."""
-    if batch is not None:
-        config.training.local_batch_size = batch
-    if step is not None:
-        config.training.global_batch_size = step
+def set_batch(config: Any, sequences: int) -> None:
+    """Give a data-parallel rank's batch so many sequences, in place."""
+    config.training.local_batch_size = sequences
