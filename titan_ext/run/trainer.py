@@ -142,19 +142,16 @@ class Trainer(TitanTrainer):
         def _wrong_keys(self) -> list[str]:
             if self.model_spec is None:
                 return []
-            model = cast(Decoder.Config, self.model_spec.model)
-            settings = FSDPSettings.from_config(self.parallelism, self.training)
             wrong = wrong_together(
-                settings,
+                FSDPSettings.from_config(self.parallelism, self.training),
                 self.parallelism,
                 compiled=compiles_model(self.compile),
-                model=model,
+                model=cast(Decoder.Config, self.model_spec.model),
                 ac_config=self.activation_checkpoint,
                 loss=self.loss,
             )
-            found = list(wrong)
-            if not found:
-                check_names(model, settings, self.parallelism, self.activation_checkpoint)
+            if not (found := list(wrong)):
+                check_names(self)
             return found
 
         def check_layout_of_graphs(self) -> None:

@@ -18,19 +18,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan import batch
@@ -39,7 +37,7 @@ from titan_ext.fsdp.prefetch import parse_prefetch_limit
 from titan_ext.fsdp.settings import PREFETCH
 from titan_ext.parallelize.limits import value_of, wrong_degrees
 from titan_ext.parallelize.model_spec import extend_model_spec
-from titan_ext.parallelize.recipe import Recipe, resolve
+from titan_ext.parallelize.recipe import resolve_config
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
 from titan_ext.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
@@ -695,20 +693,8 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
     """Decisions of a job's recipe that may depend on its size, by key, in words."""
     config = copy.deepcopy(config)
     run_on_a_cpu(config, drops=True)  # some dispatchers ask for a GPU as they are built
-    with torch.device("meta"):
-        model = cast(Decoder, config.model_spec.model.build())
-    policy = config.activation_checkpoint
-    if isinstance(policy, FP8AC.Config):  # a run solves and builds these, before its recipe
-        policy = replace(policy, budget="", score_before_last_gemm=False)
-    recipe: Recipe = resolve(
-        model,
-        parallel_dims=layout.dims(config.parallelism.spmd_backend),
-        nodes=layout.nodes,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=policy,
-    )
+    backend = config.parallelism.spmd_backend
+    recipe = resolve_config(config, layout.dims(backend), layout.nodes)
     plan, exchanges = recipe.fsdp, recipe.exchanges
     norms = {unit.name for unit in plan.units if unit.kind_name == "norm"}  # comes with the head
     ahead = max(len({*unit.forward_prefetch} - norms) for unit in plan.units)
