@@ -85,7 +85,6 @@ class DryRun:
         from titan_ext.activation_checkpoint.op_rules import has_budget
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
-        from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.report import to_json, write
         from titan_ext.plan.stand_ins import as_rank, as_stock
@@ -95,9 +94,8 @@ class DryRun:
         with as_rank(self.ranks, self.rank, machine.ranks_per_node, machine.nvlink_domain):
             capability = machine.capability if self.machine else None
             with no_accelerator.as_with_an_accelerator(capability):
-                resolved = resolve(self.config, flags)
+                resolved = resolve(self.config, flags, self.ranks)
             config = resolved.config
-            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             if resolved.world_size not in (0, self.ranks):
                 said = f"{self.config} is for {resolved.world_size} ranks; this is {self.ranks}"
                 print(f"{'note':12}{said}")

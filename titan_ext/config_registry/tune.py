@@ -117,7 +117,6 @@ class Tune:
         """The search, and the keys that the command line gives."""
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
-        from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.forks import Forks
         from titan_ext.plan.moves import Facts
         from titan_ext.plan.search import Job, Search, degrees, with_defaults
@@ -127,9 +126,8 @@ class Tune:
         machine = machine_of(self.machine)
         capability = machine.capability
         with no_accelerator.as_with_an_accelerator(capability):
-            resolved = resolve(self.config, flags)
+            resolved = resolve(self.config, flags, self.ranks)
         config = resolved.config
-        Mistakes(wrong_degrees(config, self.ranks)).raise_all()
         given = {key: value for key, value, _ in resolved.given()}
         base = folder / "config.toml"
         base.write_text(dump(config))
