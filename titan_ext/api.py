@@ -21,6 +21,7 @@ from torchtitan.tools import utils as titan_utils
 
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes
+from titan_ext.base.titan.parallelism import DEGREES
 from titan_ext.components.lora import check_lora_targets
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
@@ -91,10 +92,10 @@ def build_decoder(
         )
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)
-    Mistakes(wrong_model(spec, parallelism, training)).raise_all()
     check_lora_targets(spec.model, SimpleNamespace(parallelism=parallelism))
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)
+    Mistakes(wrong_model(spec, parallelism, training)).raise_all()
 
     parallel_dims = _parallel_dims(parallelism)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
@@ -118,7 +119,7 @@ def build_decoder(
     return model.train(), parallel_dims
 
 
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size", "spmd_backend")
+_DEGREES = (*DEGREES, "world_size", "spmd_backend")
 _shared_dims: list[tuple[dist.ProcessGroup | None, ParallelDims]] = []
 
 

@@ -34,10 +34,12 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
-from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
+from titan_ext.base.titan import batch
+from titan_ext.base.titan.parallelism import DEGREES
+from titan_ext.components.exchange_policy import wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
 from titan_ext.fsdp.units import REPLICATE
 from titan_ext.parallelize.keys import FACTS
@@ -68,25 +70,17 @@ _BETAS = _Limit(
     "two numbers from 0 to below 1",
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
 )
-_DEGREES = (
-    "data_parallel_replicate_degree",
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-)
-_EXPERT = "expert_parallel_degree"
-_SHARD = "data_parallel_shard_degree"
+_EXPERT, _SHARD = DEGREES["ep"], DEGREES["dp_shard"]
 _LIMITS = {
     "dump_folder": _Limit("the name of a folder", lambda value: value != ""),
-    **{
-        f"{section}.{key}": _OR_AUTO if or_auto else _FROM_ONE
-        for section, keys in BATCH_KEYS.items()
-        for key, or_auto in keys.items()
-    },
+    batch.LOCAL_BATCH: _FROM_ONE,
+    batch.GLOBAL_BATCH: _OR_AUTO,
+    batch.SEQUENCE: _FROM_ONE,
+    batch.MICROBATCH: _FROM_ONE,
     "training.steps": _FROM_ONE,
     "training.max_norm": _Limit("more than 0", lambda value: value > 0),
     "training.gc_freq": _FROM_ONE,
-    **{f"parallelism.{key}": _FROM_ONE for key in (*_DEGREES, _EXPERT)},
+    **{f"parallelism.{key}": _FROM_ONE for key in DEGREES.values()},
     f"parallelism.{_SHARD}": _OR_AUTO,
     # Titan looks for these two names, and ignores others.
     "compile.components": _Limit('"model" and "loss"', lambda value: {*value} <= {"model", "loss"}),
@@ -130,12 +124,11 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
     unknown.
     """
     parallelism = config.parallelism
-    degrees = {key: getattr(parallelism, key) for key in _DEGREES}
-    shard = getattr(parallelism, _SHARD)
-    without_shard = math.prod(degrees.values())
-    product = without_shard * max(shard, 1)
+    degrees = {key: getattr(parallelism, key) for key in DEGREES.values() if key != _EXPERT}
+    shard = degrees[_SHARD]
+    product = math.prod(max(degree, 1) for degree in degrees.values())
     if ranks is not None and (ranks % product or (shard > 0 and ranks != product)):
-        parts = [f"{key} {degree}" for key, degree in (degrees | {_SHARD: shard}).items()]
+        parts = [f"{key} {degree}" for key, degree in degrees.items()]
         given = " x ".join(part for part in parts if not part.endswith((" 1", " -1")))
         yield (
             f"parallelism: {given or 'one copy'} makes {product} ranks, but this run has {ranks}; "
@@ -143,12 +136,11 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
             f"{f', or {_SHARD} = -1 for the ranks that are left' if shard > 0 else ''}."
         )
         return
-    shard = ranks // without_shard if ranks is not None else shard
+    shard = ranks * max(shard, 1) // product if ranks is not None else shard
     yield from _wrong_experts(config, shard)
-    if shard < 0:
-        return
-    if wrong := wrong_global_batch(config, shard * parallelism.data_parallel_replicate_degree):
-        yield wrong
+    if shard > 0:
+        copies = parallelism.data_parallel_replicate_degree
+        yield from batch.wrong_global_batch(config, shard * copies)
 
 
 def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
@@ -173,36 +165,33 @@ def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
                 f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
             )
             break
-    if moes and shard > 0 and ranks % experts == 0:
-        yield from _wrong_expert_shards(config, moes[0], shard)
+    of = replace(parallelism, data_parallel_shard_degree=shard)
+    if moes and shard > 0 and (dims := stage_dims(of)) is not None:
+        yield from _wrong_expert_shards(config, moes[0], dims)
 
 
-def _wrong_expert_shards(config: Any, moe: MoE.Config, shard: int) -> Iterator[str]:
+def _wrong_expert_shards(config: Any, moe: MoE.Config, dims: ParallelDims) -> Iterator[str]:
     """A message if more ranks than experts share the routed experts, and cannot.
 
     FSDP then shards them along dim 1, as in Titan (``torchtitan/distributed/fsdp.py``). torch does
     that evenly only, and DistMuon not at all.
     """
-    parallelism = config.parallelism
-    ep, tp = getattr(parallelism, _EXPERT), parallelism.tensor_parallel_degree
-    shards = shard * parallelism.context_parallel_degree
-    spread, world = shards * tp, shards * tp // ep
-    if ep == 1:
-        spread, world = shards * parallelism.data_parallel_replicate_degree, shards
-    if spread <= moe.num_experts or (tp > 1 and ep == 1):  # TP splits them, too
+    sizes = ShardSizes.of(dims)
+    spread, world = sizes.expert_ranks, sizes.experts or sizes.dense
+    if spread <= moe.num_experts or (dims.tp_enabled and not dims.ep_enabled):  # TP splits them
         return
     with torch.device("meta"):
-        sizes = {p.shape[1] for p in moe.routed_experts.inner_experts.build().parameters()}
-    if uneven := [size for size in sizes if size % world]:
+        widths = {p.shape[1] for p in moe.routed_experts.inner_experts.build().parameters()}
+    if uneven := [width for width in widths if width % world]:
         why = f"of {min(uneven)} values, over {world} ranks, which torch does evenly only"
     elif any(g.optimizer_name == MUON for g in getattr(config.optimizer, "param_groups", [])):
         why = f"which {MUON} does not support"
     else:
         return
     yield (
-        f"parallelism.{_EXPERT} is {ep}: {spread} ranks share {moe.num_experts} experts, so FSDP "
-        f"shards dim 1 of their weights, {why}; expected another one, or copies of fewer ranks: "
-        "data_parallel_replicate_degree > 1."
+        f"parallelism.{_EXPERT} is {dims.ep}: {spread} ranks share {moe.num_experts} experts, so "
+        f"FSDP shards dim 1 of their weights, {why}; expected another one, or copies of fewer "
+        "ranks: data_parallel_replicate_degree > 1."
     )
 
 
@@ -269,13 +258,22 @@ def _splitting_key(parallelism: ParallelismConfig) -> str | None:
 def wrong_model(
     spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig
 ) -> Iterator[str]:
-    """A message for what Titan refuses for the model of ``spec``, or computes wrongly."""
+    """A message for what Titan refuses for the model of ``spec``, or computes wrongly.
+
+    With the attention that runs: a CPU has another one (``no_accelerator``).
+    """
     name = spec.name
     cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
     if name in _NO_CONTEXT_PARALLEL and cp > 1:
         yield (
             f"parallelism.context_parallel_degree is {cp}; {name} needs 1: TorchTitan does not "
             "support context parallelism for it."
+        )
+    attention = getattr(getattr(spec.model, "first_attention", None), "inner_attention", None)
+    if cp > 1 and isinstance(attention, VarlenAttention.Config):
+        yield (
+            f"parallelism.context_parallel_degree is {cp}, which TorchTitan does not support with "
+            'variable-length attention; expected 1, or attn_backend = "flex".'
         )
     if name in _SPMD_TYPES_ONLY and backend != "spmd_types":
         yield (
@@ -308,20 +306,6 @@ def wrong_model(
         )
 
 
-def wrong_attention(config: Any) -> Iterator[str]:
-    """A message for attention that context parallelism cannot split; ``config`` is a trainer's.
-
-    Of a config with the attention that runs: a CPU has another one (``no_accelerator``).
-    """
-    cp, model = config.parallelism.context_parallel_degree, config.model_spec.model
-    attention = getattr(getattr(model, "first_attention", None), "inner_attention", None)
-    if cp > 1 and isinstance(attention, VarlenAttention.Config):
-        yield (
-            f"parallelism.context_parallel_degree is {cp}, which TorchTitan does not support with "
-            'variable-length attention; expected 1, or attn_backend = "flex".'
-        )
-
-
 def wrong_validation(config: Any) -> Iterator[str]:
     """A message for a schedule with which no job can validate; ``config`` is a trainer's.
 
@@ -337,6 +321,13 @@ def wrong_validation(config: Any) -> Iterator[str]:
             f'"{of.pipeline_parallel_schedule}", with which torch cannot validate: it ends in an '
             f"error. Expected validator.enable = false, or {_OTHERS}."
         )
+
+
+def changed_exchanges(of: ParallelismConfig) -> dict[str, Any]:
+    """The keys of a section with which tokens do not travel as in stock; Titan's has none."""
+    keys = ("overlap_exchanges", "exchange_dtype", "exchange_rows")
+    values = {key: getattr(of, key, None) for key in keys}
+    return {k: value for k, value in values.items() if not FACTS[f"parallelism.{k}"].is_same(value)}
 
 
 def wrong_together(

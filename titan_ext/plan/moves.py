@@ -13,6 +13,7 @@ from typing import Any
 from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
+from titan_ext.base.titan.batch import MICROBATCH
 from titan_ext.parallelize.keys import COMPILE
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Category
@@ -106,7 +107,7 @@ def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
     """``local`` sequences at once: as many a step as now, or any with --batch free."""
     copies = facts.copies(now)
     total = now[GLOBAL] if now[GLOBAL] > 0 else now[LOCAL] * copies
-    microbatch = now.get("parallelism.pipeline_parallel_microbatch_size", 1)
+    microbatch = now.get(MICROBATCH, 1)
     is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
     if local < 1 or (is_pipelined and local % microbatch):
         return

@@ -38,14 +38,13 @@ from titan_ext.base.stdlib_corpus import (
 from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
-from titan_ext.components.exchange_policy import changed_exchanges
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.components.overlap import runs_in_halves
 from titan_ext.components.validate import Validator
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import DebugConfig, ParallelismConfig
 from titan_ext.parallelize.limits import (
-    wrong_attention,
+    changed_exchanges,
     wrong_degrees,
     wrong_model,
     wrong_together,
@@ -126,7 +125,7 @@ class Trainer(TitanTrainer):
                 checks.append(lambda: check_backend(self.compile.backend))
             if (spec := self.model_spec) is not None:
                 checks.append(lambda: wrong_model(spec, self.parallelism, self.training))
-                checks += [lambda: wrong_attention(self), lambda: wrong_validation(self)]
+                checks.append(lambda: wrong_validation(self))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))

@@ -34,7 +34,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
-from titan_ext.base.tensors import Layout, local_tensor, optimizer_states, plain_tensors
+from titan_ext.base.tensors import Sharding, local_tensor, optimizer_states, plain_tensors
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -472,7 +472,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and isinstance(inner := local_tensor(tensor), NF4Tensor):
-        tensor = Layout.of(tensor).wrap(inner.get_original_weight())
+        tensor = Sharding.of(tensor).wrap(inner.get_original_weight())
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     parts = plain_tensors(tensor)
     return parts[0] if len(parts) == 1 else tensor

@@ -32,6 +32,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan import batch
+from titan_ext.base.titan.parallelism import DEGREES
 from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
 from titan_ext.fsdp.prefetch import parse_prefetch_limit
 from titan_ext.fsdp.settings import PREFETCH
@@ -57,7 +58,7 @@ _WORLD, _MOST_RANKS = 8, 16
 """Processes that it takes willingly, and where a job has axes that need more."""
 _SIZES = (1, 2, 4, 8)
 _REPLICAS = (1, 2, 3, 4)
-_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+_AXES = tuple(axis for axis in DEGREES if axis != "ep")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
 _PER_KIND = 2
@@ -138,7 +139,7 @@ class Layout:
     @property
     def relations(self) -> tuple[Any, ...]:
         """The axes that there are, and how the experts' degree stands to the others."""
-        has = [getattr(self, axis) > 1 for axis in (*_AXES, "ep")]
+        has = [getattr(self, axis) > 1 for axis in DEGREES]
         both = self.ep > 1 and self.tp > 1
         beside_tp = (self.ep > self.tp) - (self.ep < self.tp) if both else 0
         return *has, beside_tp, self.ep == self.shards
@@ -149,7 +150,7 @@ class Layout:
 
     def dims(self, backend: Any) -> ParallelDims:
         """The degrees as Titan's object, without meshes."""
-        sizes: Any = {axis: getattr(self, axis) for axis in (*_AXES, "ep")}
+        sizes: Any = {axis: getattr(self, axis) for axis in DEGREES}
         return ParallelDims(**sizes, world_size=self.world, spmd_backend=backend)
 
     def __str__(self) -> str:
@@ -205,7 +206,7 @@ class SmallJob:
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
     """The layout of a trainer's config on ``ranks``, which its degrees divide."""
     dims = ParallelDims.from_config(config.parallelism, ranks)
-    return Layout(**{axis: getattr(dims, axis) for axis in (*_AXES, "ep")}, nodes=nodes)
+    return Layout(**{axis: getattr(dims, axis) for axis in DEGREES}, nodes=nodes)
 
 
 def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
@@ -237,7 +238,7 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
     found = [
         small
         for small in _layouts(sizes.values(), _SIZES, large.nodes)
-        if all(getattr(small, axis) <= getattr(large, axis) for axis in (*_AXES, "ep"))
+        if all(getattr(small, axis) <= getattr(large, axis) for axis in DEGREES)
         and small.relations == large.relations
     ]
     if not found:
@@ -542,12 +543,8 @@ _normal = functools.partial(torch.nn.init.normal_, std=0.02)
 
 def _set_degrees(config: Any, layout: Layout) -> None:
     keys = config.parallelism
-    keys.data_parallel_replicate_degree = layout.dp_replicate
-    keys.data_parallel_shard_degree = layout.dp_shard
-    keys.context_parallel_degree = layout.cp
-    keys.tensor_parallel_degree = layout.tp
-    keys.pipeline_parallel_degree = layout.pp
-    keys.expert_parallel_degree = layout.ep
+    for axis, key in DEGREES.items():
+        setattr(keys, key, getattr(layout, axis))
     half = max(layout.dp_shard // 2, 1)  # of the shards, where a key says a number of ranks
     if isinstance(value_of(config, RESHARD), int):
         set_key(config, RESHARD, half)
@@ -683,7 +680,7 @@ def other_layouts(layout: Layout) -> list[Layout]:
 
     def preference(other: Layout) -> tuple[Any, ...]:
         are_whole = layout.ep > 1 and other.ep == 1
-        alike = sum(getattr(other, axis) == getattr(layout, axis) for axis in (*_AXES, "ep"))
+        alike = sum(getattr(other, axis) == getattr(layout, axis) for axis in DEGREES)
         return other.world == 1, are_whole, other.world, alike, -other.dp_shard
 
     return sorted(found, key=preference)
