@@ -43,12 +43,7 @@ from titan_ext.activation_checkpoint.op_effects import (
 )
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
-from titan_ext.base.tensors import (
-    has_values,
-    is_plain,
-    may_wrap,
-    storage_ids,
-)
+from titan_ext.base.tensors import has_values, is_plain, may_wrap, storage_ids
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.offload import HostGroup, Offload
 from titan_ext.fp8.saved_tensors import StoredEntry

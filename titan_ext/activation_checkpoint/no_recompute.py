@@ -28,20 +28,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_ext.activation_checkpoint.blocks import (
-    EagerBlock,
-    refuse_inner_checkpoint,
-    restore,
-)
+from titan_ext.activation_checkpoint.blocks import EagerBlock, refuse_inner_checkpoint, restore
 from titan_ext.activation_checkpoint.op_effects import TO_COPY, looks_up
 from titan_ext.activation_checkpoint.op_rules import ROOT, OpPolicy
-from titan_ext.base.tensors import (
-    is_plain,
-    local_tensor,
-    plain_tensors,
-    storage_ids,
-    storages_of,
-)
+from titan_ext.base.tensors import is_plain, local_tensor, plain_tensors, storage_ids, storages_of
 from titan_ext.fp8.offload import HostGroup
 from titan_ext.fp8.saved_tensors import StoredEntry
 

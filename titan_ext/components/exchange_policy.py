@@ -10,10 +10,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    BaseEPTokenDispatcher,
-)
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.nodes import Nodes

@@ -30,11 +30,7 @@ from titan_ext.activation_checkpoint.partition import check_backend
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes, are_checked_later
 from titan_ext.base.run_check import RunCheck, world_size
-from titan_ext.base.stdlib_corpus import (
-    STDLIB_CORPUS,
-    default_tokenizer_path,
-    prepare_corpus,
-)
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, prepare_corpus
 from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
 from titan_ext.components.early_scores import check_early_scores, with_early_scores
