@@ -22,7 +22,7 @@ from torchtitan.tools import utils as titan_utils
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes
 from titan_ext.base.titan.parallelism import DEGREES
-from titan_ext.components.lora import check_lora_targets
+from titan_ext.components.lora import wrong_adapters
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters
@@ -92,14 +92,15 @@ def build_decoder(
         )
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)
-    check_lora_targets(spec.model, SimpleNamespace(parallelism=parallelism))
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)
     Mistakes(wrong_model(spec, parallelism, training)).raise_all()
+    split = SimpleNamespace(parallelism=parallelism)
+    Mistakes(wrong_adapters(spec.model, split)).raise_all()
 
     parallel_dims = _parallel_dims(parallelism)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    spec.model.update_from_config(config=split)
     dtype = TORCH_DTYPE_MAP[training.dtype]
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         model = cast(Decoder, spec.model.build())

@@ -33,7 +33,7 @@ from titan_ext.base.run_check import RunCheck, world_size
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, prepare_corpus
 from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
-from titan_ext.components.early_scores import check_early_scores, with_early_scores
+from titan_ext.components.early_scores import with_early_scores, wrong_early_scores
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.components.overlap import runs_in_halves
 from titan_ext.components.validate import Validator
@@ -129,7 +129,7 @@ class Trainer(TitanTrainer):
                     blocks = len(getattr(spec.model, "layers", ()))
                     checks.append(lambda: policy.wrong_exempt(blocks))
                 if getattr(policy, "score_before_last_gemm", False):
-                    checks.append(lambda: check_early_scores(spec))
+                    checks.append(lambda: wrong_early_scores(spec))
             for check in checks:
                 mistakes.note(check)
             mistakes.raise_all()
