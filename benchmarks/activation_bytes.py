@@ -49,7 +49,7 @@ from torchtitan.distributed.activation_checkpoint import (
 
 from benchmarks.fused_attention import FLOP_FORMULAS
 from benchmarks.kept_bytes import KeptBytes, KeptClass, kept_total
-from benchmarks.moe_blocks import GEOMETRIES, BlockRun, Layout
+from benchmarks.moe_blocks import GEOMETRIES, BlockLayout, BlockRun
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import CollectiveTrace
 from titan_ext.activation_checkpoint import FP8AC
@@ -118,7 +118,7 @@ class Measured:
 
 def measure(
     geometry: str,
-    layout: Layout,
+    layout: BlockLayout,
     tokens: int,
     arms: list[str],
     logits: float | None = None,
@@ -227,7 +227,7 @@ def _cosine(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def measure_layout(
-    geometry: str, layout: Layout, tokens: int, arms: list[str], logits: float | None = None
+    geometry: str, layout: BlockLayout, tokens: int, arms: list[str], logits: float | None = None
 ) -> list[Measured]:
     """``measure``, in processes of its own; rank 0's results."""
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError):
@@ -298,7 +298,9 @@ def main() -> None:
         for tokens in sizes:
             for ep in args.ep:
                 for backend in args.backend if ep > 1 else ["spmd_types"]:
-                    layout = Layout(ep=ep, backend=backend, save_all_to_all=args.save_all_to_all)
+                    layout = BlockLayout(
+                        ep=ep, backend=backend, save_all_to_all=args.save_all_to_all
+                    )
                     results = measure_layout(geometry, layout, tokens, arms, args.logits)
                     title = f"\n{geometry}, {tokens} tokens a rank, EP {ep}"
                     print(title + (f", {backend}" if ep > 1 else ""))

@@ -26,14 +26,14 @@ from titan_ext.base import no_accelerator
 from titan_ext.components.early_scores import use_early_scores
 from titan_ext.components.exchange_policy import SaveAllToAll
 
-__all__ = ["GEOMETRIES", "BlockRun", "Layout", "block_spec", "build_chunk"]
+__all__ = ["GEOMETRIES", "BlockLayout", "BlockRun", "block_spec", "build_chunk"]
 
 GEOMETRIES = ("deepseek_v3_16b", "qwen3_30b_a3b", "gpt_oss_20b", "debug")
 """The first layer with experts of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class BlockLayout:
     """Where the block lies. ``stock``: parallelized by Titan itself, without the last key."""
 
     ep: int = 1
@@ -61,7 +61,7 @@ def block_spec(geometry: str, layers: int = 1) -> ModelSpec:
 def build_chunk(
     spec: ModelSpec,
     ac_config: ActivationCheckpointing.Config | None,
-    layout: Layout,
+    layout: BlockLayout,
     parallel_dims: ParallelDims | None,
 ) -> Decoder:
     """The blocks of ``spec``, initialised; alike for equal seeds, whatever ``ac_config`` is."""
@@ -110,7 +110,7 @@ class BlockRun:
     """
 
     def __init__(
-        self, geometry: str, layout: Layout, tokens: int, logits: float | None = None
+        self, geometry: str, layout: BlockLayout, tokens: int, logits: float | None = None
     ) -> None:
         self.geometry, self.layout, self.logits = geometry, layout, logits
         self._query_factor: float | None = None

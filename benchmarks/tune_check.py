@@ -105,11 +105,11 @@ def check(
 ) -> None:
     """Tune a job, plan its grid, and print which is better."""
     from titan_ext.config_registry.tune import Tune
-    from titan_ext.plan.moves import Effect, Move
+    from titan_ext.plan.moves import Move
     from titan_ext.plan.search import Search
     from titan_ext.plan.stand_ins import as_rank
 
-    point = Move("a point of the grid", lambda now, facts: (), (), effect=Effect.ROUNDING)
+    point = Move("a point of the grid", lambda now, facts: (), ())
     command = Tune(config, ranks, memory=memory, processes=processes)
     with tempfile.TemporaryDirectory() as folder, as_rank(ranks, 0):
         search, _ = command.search([], Path(folder))

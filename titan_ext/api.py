@@ -20,12 +20,14 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import utils as titan_utils
 
 from titan_ext.base import no_accelerator
-from titan_ext.components.lora import check_lora_targets
+from titan_ext.base.messages import Mistakes
+from titan_ext.base.titan.parallelism import DEGREES
+from titan_ext.components.lora import wrong_adapters
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.shard import shard_decoder
 from titan_ext.fsdp.unmanaged import refuse_unmanaged_parameters
 from titan_ext.parallelize.keys import ParallelismConfig
-from titan_ext.parallelize.limits import check_model_limits
+from titan_ext.parallelize.limits import wrong_model
 from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.passes import parallelize
 
@@ -90,14 +92,15 @@ def build_decoder(
         )
     training = training or TrainingConfig()
     spec = extend_model_spec(spec)
-    check_model_limits(spec, parallelism, training)
-    check_lora_targets(spec.model, SimpleNamespace(parallelism=parallelism))
     no_accelerator.enable()
     no_accelerator.adapt_spec(spec)
+    Mistakes(wrong_model(spec, parallelism, training)).raise_all()
+    split = SimpleNamespace(parallelism=parallelism)
+    Mistakes(wrong_adapters(spec.model, split)).raise_all()
 
     parallel_dims = _parallel_dims(parallelism)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    spec.model.update_from_config(config=split)
     dtype = TORCH_DTYPE_MAP[training.dtype]
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         model = cast(Decoder, spec.model.build())
@@ -117,7 +120,7 @@ def build_decoder(
     return model.train(), parallel_dims
 
 
-_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size", "spmd_backend")
+_DEGREES = (*DEGREES, "world_size", "spmd_backend")
 _shared_dims: list[tuple[dist.ProcessGroup | None, ParallelDims]] = []
 
 

@@ -6,7 +6,14 @@ from types import SimpleNamespace
 
 from torchtitan.config import ParallelismConfig, TrainingConfig
 
-from titan_ext.base.titan.batch import BATCH_KEYS, tokens_of_microbatch, wrong_global_batch
+from titan_ext.base.titan.batch import (
+    GLOBAL_BATCH,
+    LOCAL_BATCH,
+    MICROBATCH,
+    SEQUENCE,
+    tokens_of_microbatch,
+    wrong_global_batch,
+)
 
 ROOT = Path(__file__).parents[2] / "titan_ext"
 _MESHES = ("get_mesh", "get_optional_mesh", "get_activated_mesh", "resolve_mesh", "build_mesh")
@@ -22,8 +29,8 @@ def _asks(source: str) -> list[str]:
         and node.body
         and isinstance(node.body[0], ast.Expr)
     }
-    keys = {key for of_section in BATCH_KEYS.values() for key in of_section}
-    keys |= {f"training.{key}" for key in keys}
+    keys = {SEQUENCE, LOCAL_BATCH, GLOBAL_BATCH, MICROBATCH}
+    keys |= {key.rpartition(".")[2] for key in keys}
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in keys:
@@ -57,5 +64,6 @@ def test_tokens_of_a_microbatch():
 def test_a_step_is_whole_passes():
     training = TrainingConfig(local_batch_size=4, global_batch_size=24)
     config = SimpleNamespace(training=training, parallelism=ParallelismConfig())
-    assert not wrong_global_batch(config, 3)
-    assert "is 24; expected a multiple of 16" in wrong_global_batch(config, 4)
+    assert not list(wrong_global_batch(config, 3))
+    (wrong,) = wrong_global_batch(config, 4)
+    assert "is 24; expected a multiple of 16" in wrong

@@ -13,12 +13,12 @@ from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.helpers.training import titan_config
 from titan_ext.activation_checkpoint import FP8AC
+from titan_ext.base.facts import Effect, KeyFacts, facts_of
 from titan_ext.config_registry.resolve import load
-from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.keys import FACTS, ParallelismConfig
 from titan_ext.run import trainer
 from titan_ext.run.trainer import Trainer, extend_config
 from titan_ext.toml.files import to_toml
-from titan_ext.verify.arm import FLOAT8, NARROW, ROUNDS
 
 MOE_DEBUG = Path(__file__).parents[2] / "train_configs" / "moe_debug.toml"
 
@@ -131,11 +131,16 @@ def test_the_page_of_keys_has_every_key():
     rows = re.findall(r"^\| `(\w+\.\w+)` \|(.*?)\|(.*?)\|.*\|(.*?)\|$", page, re.MULTILINE)
     new = _new_keys()
     assert sorted(key for key, *_ in rows) == sorted(new)
-    rounds = ROUNDS.keys() | {"parallelism.fsdp_expert_reduce_scatter"}
-    lossy = (FLOAT8 | NARROW).keys() - rounds
+    words = {Effect.NONE: "same", Effect.ROUNDING: "rounding", Effect.LOSSY: "lossy"}
     for key, choices, default, effect in rows:
         assert re.findall(r"`(.*?)`", default)[0] == new[key][0], key
         assert new[key][1] <= set(re.findall(r"`(.*?)`", choices)), key
-        if key in rounds or not key.startswith("activation_checkpoint."):
-            word = "rounding" if key in rounds else "lossy" if key in lossy else "same"
-            assert word in effect, key
+        assert words[FACTS.get(key, KeyFacts()).effect] in effect, key
+
+
+def test_a_key_that_tells_no_facts_cannot_be_imported():
+    class Config(ParallelismConfig):
+        fsdp_new: int = 0
+
+    with pytest.raises(AssertionError, match=r"fsdp_new: expected Annotated\[\.\.\., KeyFacts"):
+        facts_of("parallelism", Config)

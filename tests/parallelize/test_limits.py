@@ -43,7 +43,7 @@ def test_each_limit_is_of_a_key():
         assert hasattr(value_of(config, section) if section else config, name), key
     config.training.steps = cast(Any, 2.5)
     config.checkpoint.keep_latest_k = cast(Any, float("inf"))
-    assert wrong_values(config) == [
+    assert list(wrong_values(config)) == [
         "training.steps is 2.5; expected 1 or more.",
         "checkpoint.keep_latest_k is inf; expected 0 or more.",
     ]
@@ -78,8 +78,8 @@ def test_a_config_made_in_python_is_refused_before_a_process_group(monkeypatch: 
 
 def test_every_config_of_titan_passes():
     config = _config()
-    assert wrong_values(config) == []
+    assert list(wrong_values(config)) == []
     config.training.max_norm = float("inf")  # no clipping
     config.lr_scheduler.decay_ratio = None
     config.training.global_batch_size = -1
-    assert wrong_values(config) == []
+    assert list(wrong_values(config)) == []

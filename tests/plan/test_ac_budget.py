@@ -13,7 +13,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from benchmarks.kept_bytes import KeptBytes, kept_total
-from benchmarks.moe_blocks import BlockRun, Layout
+from benchmarks.moe_blocks import BlockLayout, BlockRun
 from tests.helpers.cluster import run_ranks
 from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
@@ -160,7 +160,7 @@ def test_the_best_with_a_host(seed: int):
 class Block:
     """The debug model's MoE block, traced and run; with expert parallelism on this rank."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: BlockLayout) -> None:
         self.run = BlockRun("debug", layout, 256)
         self.is_sharded = layout.ep > 1
         model = self.run.build(None, stock=False)
@@ -208,7 +208,7 @@ class Block:
 
 @pytest.fixture(scope="module")
 def block() -> Block:
-    return Block(Layout())
+    return Block(BlockLayout())
 
 
 def test_what_a_block_keeps_without_checkpointing(block):
@@ -266,7 +266,7 @@ def _order_of_exchanges(graph: BlockGraph) -> list[str]:
 def _with_experts_on_two_ranks() -> tuple[dict[str, str], int, int, float, list[str], list[str]]:
     """A table solved from rank 0's block, its bytes solved and held there, how much slower the
     worst preset is than the best table for its bytes, the order of exchanges, wrong gradients."""
-    block = Block(Layout(ep=2))
+    block = Block(BlockLayout(ep=2))
     found = solve(_exact(block.kinds), block.graph.none_nbytes // 3)
     slower = 0.0
     for preset in ("memory", "gemms"):

@@ -19,8 +19,10 @@ from tests.helpers.cluster import run_command, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base import no_accelerator
+from titan_ext.base.facts import Effect
 from titan_ext.config_registry.resolve import resolve
 from titan_ext.config_registry.tune import Tune
+from titan_ext.parallelize.keys import effect_of
 from titan_ext.plan import tuned
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import FailedError, Forks, _received
@@ -32,7 +34,6 @@ from titan_ext.plan.moves import (
     MOVES,
     REPLICATE,
     SCORES,
-    Effect,
     Facts,
     _batches,
     _ep,
@@ -604,8 +605,11 @@ def test_the_largest_budget_that_fits_is_taken():
 
 def test_exact_changes_no_result():
     search = _search(exact=True)
-    allowed = {key for move in MOVES if move.effect is Effect.NONE for key in _keys(move)}
-    assert all(one.keys.keys() <= allowed for one in search.tried)
+    effects = {effect_of(one.keys, search.job.values) for one in search.tried}
+    assert effects == {Effect.NONE}
+    assert {"overlap_exchanges", "exchange_dtype", "enable"}.isdisjoint(
+        key.rpartition(".")[2] for one in search.tried for key in one.keys
+    )
     assert any(one.keys for one in search.tried)
     solved = [(x.keys, x.checkpointing) for x in search.tried if x.checkpointing]
     exempt = [search.job.all_keys(*both)[_EXEMPT] for both in solved if both[1].table]

@@ -16,7 +16,7 @@ from benchmarks import (
     rates,
 )
 from benchmarks.activation_bytes import Measured, measure
-from benchmarks.moe_blocks import Layout
+from benchmarks.moe_blocks import BlockLayout
 from titan_ext.base.machines import MACHINES
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ TOKENS = 64
 def block() -> dict[str, Measured]:
     """One debug MoE block: dim 256, 16 heads, MLA of 192 / 128, experts of 256, shared of 512."""
     arms = ["stock-selective", "stock-full", "fp8-memory"]
-    return {m.arm: m for m in measure("debug", Layout(), TOKENS, arms)}
+    return {m.arm: m for m in measure("debug", BlockLayout(), TOKENS, arms)}
 
 
 def test_stock_selective_keeps_its_saved_set(block: dict[str, Measured]) -> None:

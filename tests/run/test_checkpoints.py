@@ -407,9 +407,10 @@ def test_checksums_are_compared_up_to_a_size(
         config.checkpoint.verify_checksums_up_to_gib = limit
         with pytest.raises(ValueError, match=r"other is corrupt"):
             verify_checksums(config)
-    assert wrong_values(
+    (wrong,) = wrong_values(
         SimpleNamespace(checkpoint=CheckpointManager.Config(verify_checksums_up_to_gib=-1))
-    ) == ["checkpoint.verify_checksums_up_to_gib is -1; expected 0 or more."]
+    )
+    assert wrong == "checkpoint.verify_checksums_up_to_gib is -1; expected 0 or more."
 
 
 def test_settings_that_a_checkpoint_overrides_are_said(caplog: pytest.LogCaptureFixture):

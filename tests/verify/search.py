@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_ext.parallelize.keys import FACTS
+
 RIGHT, WRONG, NOT_VERIFIED = 0, 1, 2
 _CANDIDATES = 40
 
@@ -99,7 +101,6 @@ VALUES: dict[str, tuple[str, ...]] = {
 }
 """Values of each key, the first of which leaves it out where it is a key of titan_ext."""
 _NOT_KEYS = ("extends", "ranks", "routing", "accumulated", "converters")
-_EAGER_ONLY = ("fsdp_replicate", "fsdp_quantize_frozen")
 _OF_FP8 = ("preset", "mode", "score_before_last_gemm", "op_policies", "exempt")
 
 
@@ -151,8 +152,8 @@ def _sensible(job: dict[str, str]) -> dict[str, str]:
     has_context = job[degree("context_parallel")] != "1"
     stock_experts = has_experts and "gpt_oss" not in job["extends"] and job["converters"] != "lora"
     if job["compile.enable"] == "true":
-        for key in (f"parallelism.{name}" for name in _EAGER_ONLY):
-            job[key] = VALUES[key][0]
+        for key in job.keys() & FACTS.keys():
+            job[key] = VALUES[key][0] if FACTS[key].eager_only else job[key]
         if "offload" in job["activation_checkpoint.op_policies"]:
             job["activation_checkpoint.op_policies"] = "{}"
         if "ZBV" in job["parallelism.pipeline_parallel_schedule"]:

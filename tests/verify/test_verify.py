@@ -329,8 +329,8 @@ _KEYS = {f"parallelism.key{n}": "off" for n in range(6)}
 @pytest.mark.parametrize("faulty", [(), (3,), (0, 5), (2, 3)])
 def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Without any one of them the job is right."""
+    from titan_ext.parallelize.keys import COMPILE
     from titan_ext.verify import legs
-    from titan_ext.verify.arm import COMPILE
     from titan_ext.verify.judge import Verdict, Wrong
 
     need, runs = {f"parallelism.key{n}" for n in faulty}, []
@@ -425,7 +425,8 @@ def test_what_the_job_freezes_is_frozen(tmp_path: Path):
 
 
 def test_ours_is_compiled_and_stock_in_the_second_comparison_is_not():
-    from titan_ext.verify.arm import COMPILE, Arm
+    from titan_ext.parallelize.keys import COMPILE
+    from titan_ext.verify.arm import Arm
     from titan_ext.verify.legs import rounding_keys
 
     job = _small("moe_debug.toml", ("--compile.enable",), 2)

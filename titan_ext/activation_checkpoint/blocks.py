@@ -32,30 +32,22 @@ from titan_ext.activation_checkpoint.discards import Discarded, DiscardTracker
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.memory_report import BlockMemoryReport
 from titan_ext.activation_checkpoint.op_effects import (
+    TO_COPY,
     count_flops,
     draws,
+    is_copy_to_host,
+    is_exchange,
     is_mutable,
     must_write,
     op_name,
 )
-from titan_ext.activation_checkpoint.op_policies import (
-    BlockPolicies,
-    Resolver,
-    is_copy_to_host,
-    is_exchange,
-)
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpLocation, OpPolicy, Rule
-from titan_ext.base.tensors import (
-    has_values,
-    is_plain,
-    may_wrap,
-    storage_ids,
-)
+from titan_ext.base.tensors import has_values, is_plain, may_wrap, storage_ids
 from titan_ext.fp8 import SavedTensorStore
 from titan_ext.fp8.offload import HostGroup, Offload
 from titan_ext.fp8.saved_tensors import StoredEntry
 
-_TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _INPUT = OpLocation("", INPUT)
 _REGION = "inductor_compiled_code"
@@ -191,7 +183,7 @@ class _Call:
     def decide(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Policy of one operation. Torch asks in the forward only, after each operation."""
         out = ctx.op_output
-        if func is _TO_COPY:
+        if func is TO_COPY:
             self._locator.see_cast(args[0], out)
         # It has waited for what arrives: to store that now waits for nothing.
         if self._arriving and (func is _WAIT or AsyncCollectiveTensor in map(type, args)):
@@ -200,7 +192,7 @@ class _Call:
         # Most operations end here: this runs for each of them, on the host.
         fixed = self._policies.fixed(func, self._locator.module)
         is_choice = self._policies.keeps_choice(func, args, kwargs, out)
-        if fixed is None or is_choice or (func is _TO_COPY and is_copy_to_host(args, kwargs)):
+        if fixed is None or is_choice or (func is TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
             policy = self._resolver.resolve(self._location, ctx, func, args, kwargs, out)
             if is_choice and policy.keeps:

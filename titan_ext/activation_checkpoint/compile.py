@@ -70,7 +70,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.op_effects import op_name
+from titan_ext.activation_checkpoint.op_effects import TO_COPY, op_name
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, Rule, join
 from titan_ext.activation_checkpoint.partition import (
@@ -498,7 +498,7 @@ class TracedOpLocator:
     def locate(self, func: Any, args: tuple[Any, ...], out: Any) -> OpLocation:
         """The location of a call of ``func``."""
         operand = next(filter(None, map(self._operands.get, _storages(args))), "")
-        if operand and func is torch.ops.aten._to_copy.default:
+        if operand and func is TO_COPY:
             # The parameter in another dtype is still the parameter.
             self._operands |= dict.fromkeys(_storages(out), operand)
         module = self._module()

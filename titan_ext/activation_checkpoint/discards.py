@@ -36,13 +36,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from titan_ext.activation_checkpoint.op_effects import (
     READ_NO_VALUES,
+    is_exchange,
     is_mutable,
     makes_node,
     op_name,
     passes_values,
     written,
 )
-from titan_ext.activation_checkpoint.op_policies import is_exchange
 from titan_ext.activation_checkpoint.op_rules import OpLocation
 from titan_ext.base.hooks import user_hook
 from titan_ext.base.tensors import (

@@ -29,24 +29,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Activati
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_ext.activation_checkpoint.blocks import (
-    EagerBlock,
-    refuse_inner_checkpoint,
-    restore,
-)
-from titan_ext.activation_checkpoint.op_effects import looks_up
+from titan_ext.activation_checkpoint.blocks import EagerBlock, refuse_inner_checkpoint, restore
+from titan_ext.activation_checkpoint.op_effects import TO_COPY, looks_up
 from titan_ext.activation_checkpoint.op_rules import ROOT, OpPolicy
-from titan_ext.base.tensors import (
-    is_plain,
-    local_tensor,
-    plain_tensors,
-    storage_ids,
-    storages_of,
-)
+from titan_ext.base.tensors import is_plain, local_tensor, plain_tensors, storage_ids, storages_of
 from titan_ext.fp8.offload import HostGroup
 from titan_ext.fp8.saved_tensors import StoredEntry
 
-_TO_COPY = torch.ops.aten._to_copy.default
 _KNOWN = ("titan_ext", "torchtitan")
 
 
@@ -151,11 +140,11 @@ class _SavedValues(TorchDispatchMode):
             refuse_inner_checkpoint(0, str(func), self._policies.name)
         if looks_up(func, args, out) and self._store.float8_nbytes(local_tensor(args[0])):
             self._policies.check_looked_up(self._locator.locate(func, args))
-        if func is _TO_COPY and self._store.is_module_state(args[0]):
+        if func is TO_COPY and self._store.is_module_state(args[0]):
             refs = (StorageWeakRef(part.untyped_storage()) for part in plain_tensors(out))
             self._casts |= {ref.cdata: ref for ref in refs}
         if (
-            func is _TO_COPY
+            func is TO_COPY
             and is_plain(out)
             and out.dtype is torch.float32
             and args[0].dtype in (torch.bfloat16, torch.float16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Effects of operations: the values that they read, those that they write to, and their FLOPs.
+"""What operations are and do: which values they read, write, choose or draw, and their FLOPs.
 
 One table, for runs and for plans. ``tests/activation_checkpoint/test_discard.py`` compares it with
 torch's derivatives.
@@ -14,8 +14,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from titan_ext.base.tensors import PACKED, local_tensor, tensors_in
+from titan_ext.base.tensors import PACKED, has_values, local_tensor, tensors_in
 
+TO_COPY = torch.ops.aten._to_copy.default
 READ_NO_VALUES = frozenset(
     """
     aten._to_copy aten._unsafe_view aten.add aten.add_ aten.alias aten.as_strided aten.cat
@@ -62,6 +63,37 @@ def op_name(func: Any) -> str:
     return str(packet) if packet is not None else str(getattr(func, "__name__", func))
 
 
+def is_exchange(op: str) -> bool:
+    """True if an operation is the all-to-all of tokens, or of their counts or scores."""
+    return op.endswith("all_to_all_single")
+
+
+def is_attention(func: Any) -> bool:
+    """True if an operation is a kernel of attention."""
+    return "attention" in op_name(func) or "attn" in op_name(func)
+
+
+def makes_views(func: Any) -> bool:
+    """True if an operation makes views, which torch does not let a checkpoint replace.
+
+    Or wraps what a collective brings (torch/distributed/_functional_collectives.py): what is saved
+    of it has no wrapper, and a recompute that reads that runs other operations.
+    """
+    is_view = getattr(func, "is_view", False)  # higher-order operators have none
+    return is_view or op_name(func) == "_c10d_functional._wrap_tensor_autograd"
+
+
+def fixes_routing(op: str, out: Any) -> bool:
+    """True if ``out`` is always kept: the router's choice, exchanged counts and scores."""
+    return op == "aten.topk" or (is_exchange(op) and (out.dim() == 1 or not has_values(out)))
+
+
+def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True if a ``TO_COPY`` goes to the host, as the counts of an exchange do."""
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cpu" != args[0].device.type
+
+
 def chooses(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """True if an operation makes integers, booleans or steps of floats, or tells the host one.
 
@@ -94,7 +126,7 @@ def _is_no_choice(func: Any) -> bool:
 
 def draws(func: Any, args: Any, kwargs: Any) -> bool:
     """True if an operation draws random numbers: attention does with dropout only."""
-    if not _may_draw(func):
+    if not may_draw(func):
         return False
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -102,7 +134,8 @@ def draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 @functools.cache
-def _may_draw(func: Any) -> bool:
+def may_draw(func: Any) -> bool:
+    """True if an operation draws random numbers with some arguments; see ``draws``."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 

@@ -14,12 +14,16 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import spmd_types as spmd
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_ext.activation_checkpoint.op_effects import (
+    TO_COPY,
     chooses,
+    fixes_routing,
+    is_copy_to_host,
+    is_exchange,
     looks_up,
+    makes_views,
     may_look_up,
     op_name,
 )
@@ -32,7 +36,6 @@ from titan_ext.activation_checkpoint.op_rules import (
     Rule,
     is_exempt,
 )
-from titan_ext.base.tensors import has_values
 from titan_ext.components.overlap import current_half
 
 # Titan's list of what to save (_get_default_save_ops) lacks the kernel of CPUs.
@@ -151,7 +154,7 @@ class BlockPolicies:
                     and rule.matches_module(module, self.name)
                     for rule in self.recipe.rules
                 )
-            ) and not _is_view(func)
+            ) and not makes_views(func)
             # "Must" spares torch (2.15) a search for side effects, a tenth of the host's time.
             plain = op.startswith("aten.")
             again = CheckpointPolicy.MUST_RECOMPUTE if plain else CheckpointPolicy.PREFER_RECOMPUTE
@@ -278,10 +281,10 @@ class Resolver:
             self._policies.recipe.base == "stock"
             and stock_policy(ctx, func, *args, **kwargs) in _SAVES
         )
-        if func is torch.ops.aten._to_copy.default and is_copy_to_host(args, kwargs):
+        if func is TO_COPY and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
         base = self._policies.base_policy(location, out, stock_saves=stock_saves)
-        if _is_view(func):
+        if makes_views(func):
             return OpPolicy.RECOMPUTE
         if fixes_routing(location.op, out):
             return self._decide(location, base, keeps_base=True)
@@ -323,29 +326,3 @@ class Resolver:
             return True
         self._matches[rule, current_half()] += 1
         return self._matches[rule, current_half()] == rule.occurrence
-
-
-def is_exchange(op: str) -> bool:
-    """True if an operation is the all-to-all of tokens, or of their counts or scores."""
-    return op.endswith("all_to_all_single")
-
-
-def _is_view(func: Any) -> bool:
-    """True if an operation makes views, which torch does not let a checkpoint replace.
-
-    Or wraps what a collective brings (torch/distributed/_functional_collectives.py): what is saved
-    of it has no wrapper, and a recompute that reads that runs other operations.
-    """
-    is_view = getattr(func, "is_view", False)  # higher-order operators have none
-    return is_view or op_name(func) == "_c10d_functional._wrap_tensor_autograd"
-
-
-def fixes_routing(op: str, out: Any) -> bool:
-    """True if ``out`` is always kept: the router's choice, exchanged counts and scores."""
-    return op == "aten.topk" or (is_exchange(op) and (out.dim() == 1 or not has_values(out)))
-
-
-def is_copy_to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if a ``_to_copy`` goes to the host, as the counts of an exchange do."""
-    device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cpu" != args[0].device.type

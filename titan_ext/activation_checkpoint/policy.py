@@ -30,6 +30,7 @@ from titan_ext.activation_checkpoint.op_rules import (
     parse_rules,
 )
 from titan_ext.activation_checkpoint.presets import Preset, block_policies, block_recipe
+from titan_ext.base.facts import LOSSY, ROUNDING, KeyFacts
 from titan_ext.base.messages import BYTES, check_choice, parse_bytes, table_flag
 from titan_ext.components.early_scores import has_early_scores
 from titan_ext.components.exchange_policy import Exchanges
@@ -50,14 +51,14 @@ class FP8AC(ActivationCheckpointing):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
-        mode: Mode = "selective"
+        mode: Annotated[Mode, KeyFacts(LOSSY)] = "selective"
         """
         "selective": by operation, as ``preset`` and ``op_policies`` say. "full": keep only the
         blocks' inputs, in float8, and what fixes the routing. "no_recompute": recompute nothing,
         and keep what autograd saves in float8.
         """
 
-        preset: Preset = "memory"
+        preset: Annotated[Preset, KeyFacts(LOSSY)] = "memory"
         """
         With mode "selective". "memory": attention and shared experts, at about half of stock
         selective's bytes. "balanced": attention, and w3 of all experts and feed-forwards.
@@ -66,7 +67,9 @@ class FP8AC(ActivationCheckpointing):
         from.
         """
 
-        op_policies: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        op_policies: Annotated[dict[str, str], table_flag(), KeyFacts(LOSSY)] = field(
+            default_factory=dict
+        )
         """
         "module[:op[:operand[:occurrence]]]" -> save, save_float8, offload, offload_float8,
         recompute or discard. These are globs; the module is named within the block or in the model.
@@ -74,33 +77,35 @@ class FP8AC(ActivationCheckpointing):
         "(block)" a block without its modules.
         """
 
-        offload_limit: str = ""
+        offload_limit: Annotated[str, KeyFacts()] = ""
         """
         Most pinned host memory of a rank for "offload" and "offload_float8" ("64GiB"). What does
         not fit stays on the device. "": no limit.
         """
 
-        budget: str = ""
+        budget: Annotated[str, KeyFacts(LOSSY)] = ""
         """
         Bytes that a rank's blocks may hold for backward: "20GiB", or "fit" for what its memory
         leaves ("fit 80GiB": a device of that). Before it starts, the run finds the ``op_policies``
         that take the least time within it (docs/float8.md).
         """
 
-        solved_with: Annotated[dict[str, str], table_flag()] = field(default_factory=dict)
+        solved_with: Annotated[dict[str, str], table_flag(), KeyFacts()] = field(
+            default_factory=dict
+        )
         """
         The releases of torch and torchtitan that a solved ``op_policies`` was found with. dry-run
         writes this; other releases are refused. Empty: not checked.
         """
 
-        score_before_last_gemm: bool = False
+        score_before_last_gemm: Annotated[bool, KeyFacts(ROUNDING, off=False)] = False
         """
         Multiply by the routing scores before the last expert GEMM, so that its output need not be
         kept or computed again, nor sent again with expert parallelism. Changes the rounding of the
         forward.
         """
 
-        exempt: list[str] = field(default_factory=list)
+        exempt: Annotated[list[str], KeyFacts()] = field(default_factory=list)
         """
         Globs for modules, named in the model, that use no float8 ("layers.0", "*.attention").
         """
@@ -109,12 +114,11 @@ class FP8AC(ActivationCheckpointing):
             for key, literal in {"mode": Mode, "preset": Preset}.items():
                 check_choice(f"{KEY}.{key}", getattr(self, key), get_args(literal))
             check_releases(self.solved_with)
-            for is_wrong, message in (*self._wrong_with_budget(), *self._wrong_together()):
-                if is_wrong:
-                    raise ValueError(f"{KEY}.{message}")
+            for wrong in (*self._wrong_with_budget(), *self._wrong_together()):
+                raise ValueError(f"{KEY}.{wrong}")
 
-        def _wrong_with_budget(self) -> Iterator[tuple[bool, str]]:
-            """The keys that a budget refuses, as in ``_wrong_together``."""
+        def _wrong_with_budget(self) -> Iterator[str]:
+            """A message for each key that a budget refuses, without the section."""
             if not self.budget:
                 return
             Budget.parse(self.budget)
@@ -123,42 +127,39 @@ class FP8AC(ActivationCheckpointing):
                 ("op_policies", {}, "no op_policies"),
                 ("preset", "memory", "no preset"),
             ):
-                value = getattr(self, key)
-                yield (
-                    value != free,
-                    f"budget is {self.budget!r}, for which the run finds {KEY}.op_policies; "
-                    f"{KEY}.{key} is {value!r}. Expected {expected}, or no budget.",
-                )
+                if (value := getattr(self, key)) != free:
+                    yield (
+                        f"budget is {self.budget!r}, for which the run finds {KEY}.op_policies; "
+                        f"{KEY}.{key} is {value!r}. Expected {expected}, or no budget."
+                    )
 
-        def _wrong_together(self) -> Iterator[tuple[bool, str]]:
-            """True if keys do not go together, and what the message says after the section."""
+        def _wrong_together(self) -> Iterator[str]:
+            """A message for keys that do not go together, without the section."""
             recomputes, limit = self.mode != "no_recompute", self.offload_limit
-            yield (
-                self.mode != "selective" and self.preset != "memory",
-                f'preset is {self.preset!r}; it has no meaning with mode "{self.mode}".',
-            )
-            yield (
-                self.debug and recomputes,
-                "debug is on; torch has no debug mode for selective checkpoints. Expected false, "
-                'or policy "full".',
-            )
-            for rule in self.rules():
+            if self.mode != "selective" and self.preset != "memory":
+                yield f'preset is {self.preset!r}; it has no meaning with mode "{self.mode}".'
+            if self.debug and recomputes:
                 yield (
-                    not recomputes and (not rule.policy.keeps or rule.op != "*"),
-                    'op_policies: with mode "no_recompute" autograd decides what is saved; '
-                    "expected modules with save, save_float8, offload or offload_float8, got "
-                    f"{rule.module}:{rule.op} = {rule.policy.value!r}.",
+                    "debug is on; torch has no debug mode for selective checkpoints. Expected "
+                    'false, or policy "full".'
                 )
-            yield (
-                bool(limit) and parse_bytes(limit) is None,
-                f'offload_limit is {limit!r}; expected a size such as "64GiB" (units: '
-                f'{", ".join(BYTES)}), or "" for no limit.',
-            )
-            yield (
-                bool(limit) and not self.offloads(),
-                f"offload_limit is {limit!r}, but nothing is offloaded: expected offload or "
-                f"offload_float8 in {KEY}.op_policies, or a budget.",
-            )
+            for rule in self.rules():
+                if not recomputes and (not rule.policy.keeps or rule.op != "*"):
+                    yield (
+                        'op_policies: with mode "no_recompute" autograd decides what is saved; '
+                        "expected modules with save, save_float8, offload or offload_float8, got "
+                        f"{rule.module}:{rule.op} = {rule.policy.value!r}."
+                    )
+            if limit and parse_bytes(limit) is None:
+                yield (
+                    f'offload_limit is {limit!r}; expected a size such as "64GiB" (units: '
+                    f'{", ".join(BYTES)}), or "" for no limit.'
+                )
+            if limit and not self.offloads():
+                yield (
+                    f"offload_limit is {limit!r}, but nothing is offloaded: expected offload or "
+                    f"offload_float8 in {KEY}.op_policies, or a budget."
+                )
 
         def rules(self) -> tuple[Rule, ...]:
             """``op_policies``, parsed."""
@@ -175,11 +176,11 @@ class FP8AC(ActivationCheckpointing):
             solves = bool(self.budget and self.offload_limit)
             return solves or any(rule.policy.on_host for rule in self.rules())
 
-        def check_exempt(self, blocks: int) -> None:
-            """Raise ValueError if the policy asks for float8 and exempts every block of a model."""
+        def wrong_exempt(self, blocks: int) -> Iterator[str]:
+            """A message if the policy asks for float8 and exempts every block of a model."""
             names = [f"layers.{index}" for index in range(blocks)]
             if self.wants_float8() and all(is_exempt(self.exempt, name, "") for name in names):
-                raise ValueError(
+                yield (
                     f"{KEY}.exempt is {self.exempt}, which takes all {blocks} blocks: nothing "
                     'would be stored in float8. Expected fewer, or policy "selective".'
                 )

@@ -166,10 +166,10 @@ def are_checked_later() -> bool:
 class Mistakes(list[str]):
     """Messages that are raised together, noted check by check."""
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def note(self, check: Callable[[], Iterable[str] | None]) -> None:
+        """Add the messages that ``check`` returns or yields, or the one that it raises."""
         try:
-            yield
+            self.extend(check() or ())
         except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
             self.append(str(error) or type(error).__name__)
 

@@ -33,8 +33,8 @@ def has_values(x: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The layout of a DTensor: everything but its values.
+class Sharding:
+    """How a DTensor is sharded: everything but its values.
 
     ``shape`` and ``stride`` are those of the whole tensor; an uneven local shard does not tell
     them.
@@ -46,11 +46,11 @@ class Layout:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: DTensor) -> "Layout":
+    def of(cls, x: DTensor) -> "Sharding":
         return cls(x.device_mesh, tuple(x.placements), x.shape, x.stride())
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """A DTensor of this layout around ``local``; nothing is sent or checked."""
+        """A DTensor that is sharded so, around ``local``; nothing is sent or checked."""
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
@@ -58,7 +58,7 @@ class Layout:
 
 def wrapping(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function from a local tensor to one like ``x``, which ``may_wrap``; it holds no tensor."""
-    return Layout.of(x).wrap if isinstance(x, DTensor) else lambda local: local
+    return Sharding.of(x).wrap if isinstance(x, DTensor) else lambda local: local
 
 
 def may_wrap(x: torch.Tensor) -> bool:
@@ -127,8 +127,8 @@ def view_key(x: torch.Tensor) -> tuple[Any, ...]:
         (p.untyped_storage()._cdata, p.storage_offset(), p.shape, p.stride(), p.dtype, p._version)
         for p in plain_tensors(x)
     )
-    layout = Layout.of(x) if isinstance(x, DTensor) else None
-    return (type(x), x.shape, x._version, x.is_conj(), x.is_neg(), layout, parts)
+    sharding = Sharding.of(x) if isinstance(x, DTensor) else None
+    return (type(x), x.shape, x._version, x.is_conj(), x.is_neg(), sharding, parts)
 
 
 # These run for each operation of a block, on the host: lists and loops, generators are slow.

@@ -11,7 +11,7 @@ their gradients back. The last bits change, so this is off by default.
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.hooks import user_hook
+from titan_ext.base.messages import Mistakes
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, replace_configs
 
 _KEY = "activation_checkpoint.score_before_last_gemm"
@@ -88,8 +89,8 @@ class EarlyScoreRoutedExperts(RoutedExperts):
         self.inner_experts.send_scores = self.token_dispatcher.send_scores
 
 
-def check_early_scores(spec: ModelSpec) -> None:
-    """Raise ValueError for a model without Titan's routed experts, or with experts or a dispatcher
+def wrong_early_scores(spec: ModelSpec) -> Iterator[str]:
+    """A message for a model without Titan's routed experts, or with experts or a dispatcher
     of its own; ``spec`` stays as it is."""
     found = [cast(RoutedExperts.Config, c) for _, c, _, _ in spec.traverse(RoutedExperts.Config)]
     stock = [config for config in found if type(config) is not EarlyScoreRoutedExperts.Config]
@@ -104,7 +105,7 @@ def check_early_scores(spec: ModelSpec) -> None:
         or type(config.token_dispatcher) not in dispatchers
         for config in stock
     ):
-        raise ValueError(
+        yield (
             f"{_KEY}: {spec.name} has no routed experts, or experts or a dispatcher of another "
             "kind than Titan's grouped experts and its all-to-all."
         )
@@ -113,9 +114,9 @@ def check_early_scores(spec: ModelSpec) -> None:
 def use_early_scores(spec: ModelSpec) -> None:
     """Swap the routed experts in the model config of ``spec``, in place. Twice is harmless.
 
-    Raises ValueError as ``check_early_scores`` does.
+    Raises ValueError for what ``wrong_early_scores`` refuses.
     """
-    check_early_scores(spec)
+    Mistakes(wrong_early_scores(spec)).raise_all()
 
     def ours(config: RoutedExperts.Config) -> RoutedExperts.Config:
         if isinstance(config, EarlyScoreRoutedExperts.Config):

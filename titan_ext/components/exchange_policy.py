@@ -10,10 +10,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
-from torchtitan.models.common.token_dispatcher import (
-    AllToAllTokenDispatcher,
-    BaseEPTokenDispatcher,
-)
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, BaseEPTokenDispatcher
 from torchtitan.protocols.module import Module
 
 from titan_ext.base.nodes import Nodes
@@ -129,25 +126,8 @@ def without_halves(parallelism: Any) -> Any:
     return replace(parallelism, overlap_exchanges="shared_experts")
 
 
-def changed_exchanges(parallelism: Any) -> dict[str, str]:
-    """The keys of a ``[parallelism]`` section with which tokens do not travel as in stock.
-
-    A stock section has none of them. Shared experts that run meanwhile change nothing.
-    """
-    stock: dict[str, tuple[Any, ...]] = {
-        "overlap_exchanges": ("none", "shared_experts"),
-        "exchange_dtype": (None,),
-        "exchange_rows": ("expert",),
-    }
-    return {
-        key: value
-        for key, values in stock.items()
-        if (value := getattr(parallelism, key, values[0])) not in values
-    }
-
-
 def wrong_dispatchers(model: Module.Config, changed: Mapping[str, str]) -> Iterator[str]:
-    """A message for each of ``changed_exchanges`` that a dispatcher of the model does not serve."""
+    """A message for each of the exchanges ``changed`` that a dispatcher of the model lacks."""
     for key, value in changed.items():
         for _, config, _, _ in model.traverse(BaseEPTokenDispatcher.Config):
             if not isinstance(config, FunctionalAllToAllTokenDispatcher.Config):

@@ -39,7 +39,7 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import derive
 from torchtitan.protocols.module import Module
 
-from titan_ext.base.tensors import Layout, local_tensor, out_of_sight_of_checkpointing
+from titan_ext.base.tensors import Sharding, local_tensor, out_of_sight_of_checkpointing
 from titan_ext.components.dispatch import replace_configs
 
 _Float8Linear: Any = titan_float8.Float8Linear  # None where there is no torchao
@@ -123,7 +123,7 @@ def _as_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any
     if isinstance(inner, WeightWithDynamicFloat8CastTensor):
         is_sharded = isinstance(weight, DTensor)
         plain = inner._tensor.detach()
-        state_dict[f"{prefix}weight"] = Layout.of(weight).wrap(plain) if is_sharded else plain
+        state_dict[f"{prefix}weight"] = Sharding.of(weight).wrap(plain) if is_sharded else plain
 
 
 class TensorwiseFloat8LinearConverter(Float8LinearConverter):

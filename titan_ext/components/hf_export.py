@@ -34,7 +34,7 @@ from torchtitan.trainer import Trainer
 
 from titan_ext.base.messages import and_more
 from titan_ext.base.run_check import RunCheck
-from titan_ext.base.tensors import Layout
+from titan_ext.base.tensors import Sharding
 from titan_ext.components.lora import is_adapter_weight
 
 INDEX = "model.safetensors.index.json"
@@ -69,7 +69,7 @@ class _WithoutCopies:
             if name in state_dict:
                 tensor = state_dict[name]
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                state_dict[name] = Layout.of(whole).wrap(local)
+                state_dict[name] = Sharding.of(whole).wrap(local)
         return state_dict
 
 
@@ -82,7 +82,7 @@ def _without_copies(tensor: DTensor) -> torch.Tensor:
     assert names is not None
     mesh = tensor.device_mesh[tuple(names[axis] for axis in axes)]
     placements = tuple(tensor.placements[axis] for axis in axes)
-    return replace(Layout.of(tensor), mesh=mesh, placements=placements).wrap(tensor.to_local())
+    return replace(Sharding.of(tensor), mesh=mesh, placements=placements).wrap(tensor.to_local())
 
 
 def hf_weights(model: nn.Module, adapter: Any) -> tuple[dict[str, torch.Tensor], list[str]]:

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ def _adapted(model: BaseModel.Config) -> dict[str, Any]:
     return {name: linear for name, linear in linears.items() if hasattr(linear, "rank")}
 
 
-def wrong_targets(model: BaseModel.Config, converter: Any) -> str:
-    """The reason why no linear of ``model`` has what ``converter`` adapts; "" if all have.
+def wrong_targets(model: BaseModel.Config, converter: Any) -> Iterator[str]:
+    """A message if a linear that ``converter`` adapts is not in ``model``.
 
     Titan warns of a target that matches nothing and trains the others; without any the optimizer
     gets an empty list of parameters.
@@ -62,19 +62,19 @@ def wrong_targets(model: BaseModel.Config, converter: Any) -> str:
     """
     targets = getattr(converter, "target_modules", None)
     if not isinstance(converter, LoRAConverter.Config) or targets is None:
-        return ""
+        return
     linears = {name: at for name, at, _, _ in model.traverse(Linear.Config, recurse=True)}
     names = sorted({name.rsplit(".", 1)[-1] for name in linears})
     missing = [target for target in targets if target not in names]
     if targets and not missing:
-        return ""
+        return
     said = f"{and_more(missing)} of this model can have no adapter" if missing else "it is empty"
     nearest = did_you_mean(missing[0], names) if missing else "."
-    return f"{said}; expected the last part of names of linears: {and_more(names, 20)}{nearest}"
+    yield f"{said}; expected the last part of names of linears: {and_more(names, 20)}{nearest}"
 
 
-def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
-    """Raise ValueError for adapters on linears that TorchTitan cannot give them to.
+def wrong_adapters(model: BaseModel.Config, config: Any) -> Iterator[str]:
+    """A message for adapters on linears that TorchTitan cannot give them to.
 
     Its adapters copy how tensor parallelism splits their linear, whatever its degree. A linear that
     is not split ends in a bare AssertionError (torchtitan/components/lora.py) during start-up.
@@ -88,15 +88,13 @@ def check_lora_targets(model: BaseModel.Config, config: Any) -> None:
     split = copy.deepcopy(model)
     split.update_from_config(config=config)
     can = {name for name, linear in _adapted(split).items() if _is_adaptable(linear)}
-    refused = [name for name in _adapted(split) if name not in can]
-    if not refused:
-        return
-    others = sorted({name.rsplit(".", 1)[-1] for name in can})
-    expected = f"expected some of {', '.join(others)}" if others else "expected other names"
-    raise ValueError(
-        "torchtitan.components.lora.LoRAConverter adapts only linears that tensor parallelism "
-        f"splits, and not {and_more(refused, 1)}; target_modules: {expected}."
-    )
+    if refused := [name for name in _adapted(split) if name not in can]:
+        others = sorted({name.rsplit(".", 1)[-1] for name in can})
+        expected = f"expected some of {', '.join(others)}" if others else "expected other names"
+        yield (
+            "torchtitan.components.lora.LoRAConverter adapts only linears that tensor parallelism "
+            f"splits, and not {and_more(refused, 1)}; target_modules: {expected}."
+        )
 
 
 def _is_adaptable(linear: Any) -> bool:

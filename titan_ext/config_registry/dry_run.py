@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -75,7 +76,7 @@ class DryRun:
         memory = size_of("--memory", self.memory)
         machine = machine_of(self.machine or "h100")  # for its nodes
         self.ranks = ranks_of(self.config, self.ranks)
-        self._check()
+        Mistakes(self._wrong()).raise_all()
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
@@ -84,7 +85,6 @@ class DryRun:
         from titan_ext.activation_checkpoint.op_rules import has_budget
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
-        from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.dry_run import dry_run
         from titan_ext.plan.report import to_json, write
         from titan_ext.plan.stand_ins import as_rank, as_stock
@@ -94,9 +94,8 @@ class DryRun:
         with as_rank(self.ranks, self.rank, machine.ranks_per_node, machine.nvlink_domain):
             capability = machine.capability if self.machine else None
             with no_accelerator.as_with_an_accelerator(capability):
-                resolved = resolve(self.config, flags)
+                resolved = resolve(self.config, flags, self.ranks)
             config = resolved.config
-            Mistakes(wrong_degrees(config, self.ranks)).raise_all()
             if resolved.world_size not in (0, self.ranks):
                 said = f"{self.config} is for {resolved.world_size} ranks; this is {self.ranks}"
                 print(f"{'note':12}{said}")
@@ -148,29 +147,25 @@ class DryRun:
         if not fullest["fits"]:
             raise SystemExit(_DOES_NOT_FIT)
 
-    def _check(self) -> None:
-        """Raise ValueError for options that do not go together."""
+    def _wrong(self) -> Iterator[str]:
+        """A message for options that do not go together."""
         if self.activations != "fit":
             size_of("--activations", self.activations)
-        ranks = f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to {_MOST_RANKS:,}"
-        rows = (
-            (
-                self.activations == "fit" and not self.memory,
-                "--activations fit needs --memory: what it leaves is the budget.",
-            ),
-            (
-                self.activations and self.all_stages,
-                "--activations plans one rank: expected --rank, not --all-stages.",
-            ),
-            (
-                self.out and not (self.memory or self.activations),
-                "--out needs --memory: without it there is no plan.",
-            ),
-            (self.on_cpu and not self.activations, "--on-cpu needs --activations."),
-            (self.all_stages and self.rank, "--all-stages tries one of each: expected no --rank."),
-            (not 0 <= self.rank < self.ranks <= _MOST_RANKS, f"{ranks} ranks, and a rank below."),
-        )
-        Mistakes(problem for is_wrong, problem in rows if is_wrong).raise_all()
+        elif not self.memory:
+            yield "--activations fit needs --memory: what it leaves is the budget."
+        if self.activations and self.all_stages:
+            yield "--activations plans one rank: expected --rank, not --all-stages."
+        if self.out and not (self.memory or self.activations):
+            yield "--out needs --memory: without it there is no plan."
+        if self.on_cpu and not self.activations:
+            yield "--on-cpu needs --activations."
+        if self.all_stages and self.rank:
+            yield "--all-stages tries one of each: expected no --rank."
+        if not 0 <= self.rank < self.ranks <= _MOST_RANKS:
+            yield (
+                f"--ranks is {self.ranks} and --rank is {self.rank}; expected 1 to "
+                f"{_MOST_RANKS:,} ranks, and a rank below."
+            )
 
     def _plan_activations(self, resolved: "Resolved", memory: int | None) -> None:
         from titan_ext.plan.dry_run import plan_activations

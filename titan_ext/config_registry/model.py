@@ -170,7 +170,7 @@ def choose_model(
         at_model = given[-1].at if given else at.below(MODEL)
         values["model_spec"] = _remade(base, arguments, at_model)
     for index, converter in enumerate(arguments.get("converters") or ()):
-        if problem := wrong_targets(values["model_spec"].model, converter):
+        for problem in wrong_targets(values["model_spec"].model, converter):
             raise at.below(f"{MODEL}.converters.{index}.target_modules").error(problem)
     if isinstance(spec.model, Decoder.Config):
         sizes = spec.model.vocab_size, values["model_spec"].model.vocab_size

@@ -14,10 +14,11 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from titan_ext.base import no_accelerator
-from titan_ext.base.messages import checks_later
+from titan_ext.base.messages import Mistakes, checks_later
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path
 from titan_ext.config_registry.model import choose_model, load_base
 from titan_ext.config_registry.terminal import hide_noise
+from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.run.trainer import Trainer
 from titan_ext.toml.convert import Given, build, changed, leaves, lines_of
 from titan_ext.toml.files import MODEL, KeyLocation, TomlConfigError, read_chain, to_toml
@@ -72,12 +73,13 @@ def load(name: str | Path) -> Trainer.Config:
     return resolve(name).config
 
 
-def resolve(name: str | Path, flags: Sequence[str] = ()) -> Resolved:
+def resolve(name: str | Path, flags: Sequence[str] = (), ranks: int | None = None) -> Resolved:
     """The trainer config that a name and flags describe, with the origin of every value.
 
     Args:
         name: As ``--config`` takes it (``toml.files.find``): a TOML file or a config function.
         flags: Titan's command-line flags, which win over the file.
+        ranks: Of the job, where a command plans it: its degrees have to fit them.
 
     Raises:
         ValueError: with one message that names the file and each wrong key.
@@ -118,6 +120,8 @@ def resolve(name: str | Path, flags: Sequence[str] = ()) -> Resolved:
     except ValueError as error:
         where = f"{at.file} with flags" if flags else at.file
         raise TomlConfigError(where, "", str(error)) from error
+    if ranks is not None:
+        Mistakes(wrong_degrees(config, ranks)).raise_all()
     if (spec := config.model_spec) is not None:
         spec.extends, spec.choices = base.name, model
     names = tuple(file.name for file in files)

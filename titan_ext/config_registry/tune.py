@@ -10,7 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -97,29 +97,26 @@ class Tune:
     def _check(self) -> None:
         machine_of(self.machine)
         default = MEMORY.get(self.machine, "")
-        rows = (
-            (not 0 <= self.rank < self.ranks, f"--rank is {self.rank}; expected one of --ranks."),
-            (
-                not (self.memory or default),
-                f"--machine {self.machine} needs --memory, such as 80GiB.",
-            ),
-            (self.processes < 0, f"--processes is {self.processes}; expected 0 or more."),
-            (
-                self.exact and self.batch == "free",
-                "--exact changes no result, and --batch free does.",
-            ),
-        )
-        Mistakes(problem for is_wrong, problem in rows if is_wrong).raise_all()
+        Mistakes(self._wrong(default)).raise_all()
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
             check_new_file(self.out / _FILE)
         self.memory = self.memory or default
 
+    def _wrong(self, memory: str) -> Iterator[str]:
+        if not 0 <= self.rank < self.ranks:
+            yield f"--rank is {self.rank}; expected one of --ranks."
+        if not (self.memory or memory):
+            yield f"--machine {self.machine} needs --memory, such as 80GiB."
+        if self.processes < 0:
+            yield f"--processes is {self.processes}; expected 0 or more."
+        if self.exact and self.batch == "free":
+            yield "--exact changes no result, and --batch free does."
+
     def search(self, flags: list[str], folder: Path) -> "tuple[Search, dict[str, str]]":
         """The search, and the keys that the command line gives."""
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve
-        from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.forks import Forks
         from titan_ext.plan.moves import Facts
         from titan_ext.plan.search import Job, Search, degrees, with_defaults
@@ -129,9 +126,8 @@ class Tune:
         machine = machine_of(self.machine)
         capability = machine.capability
         with no_accelerator.as_with_an_accelerator(capability):
-            resolved = resolve(self.config, flags)
+            resolved = resolve(self.config, flags, self.ranks)
         config = resolved.config
-        Mistakes(wrong_degrees(config, self.ranks)).raise_all()
         given = {key: value for key, value, _ in resolved.given()}
         base = folder / "config.toml"
         base.write_text(dump(config))

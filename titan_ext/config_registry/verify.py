@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
-from titan_ext.base.messages import Mistakes
 from titan_ext.config_registry.terminal import loading, phase
 from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_dotted, ranks_of, to_toml
 
@@ -171,7 +170,6 @@ class Verify:
         from titan_ext.base import no_accelerator
         from titan_ext.base.nodes import Nodes
         from titan_ext.config_registry.resolve import resolve
-        from titan_ext.parallelize.limits import wrong_degrees
         from titan_ext.plan.stand_ins import as_rank
         from titan_ext.run.budget import solve_in_dry_run
         from titan_ext.verify.small import layout_of, make_small, why_not
@@ -179,8 +177,7 @@ class Verify:
         machine, ranks = machine_of(self.machine), ranks_of(self.config, self.ranks)
         with as_rank(ranks, 0, machine.ranks_per_node, machine.nvlink_domain):
             with no_accelerator.as_with_an_accelerator():
-                config = resolve(self.config, flags).config
-            Mistakes(wrong_degrees(config, ranks)).raise_all()
+                config = resolve(self.config, flags, ranks).config
             if reason := why_not(config):
                 raise ValueError(reason)
             if has_budget(config):

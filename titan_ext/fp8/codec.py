@@ -39,7 +39,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from titan_ext.base.tensors import Layout, local_tensor
+from titan_ext.base.tensors import Sharding, local_tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ def quantize(x: torch.Tensor, codec: Codec) -> Quantized:
     if isinstance(x, DTensor):
         dense: Any = x.contiguous()
         data, scales = quantize(local_tensor(dense), codec)
-        return Quantized(Layout.of(dense).wrap(data), scales)
+        return Quantized(Sharding.of(dense).wrap(data), scales)
 
     x = x.detach()
     scales_shape = codec.scales_shape(x.shape)
@@ -180,7 +180,7 @@ def dequantize(quantized: Quantized, codec: Codec, dtype: torch.dtype) -> torch.
     data, scales = quantized
     if isinstance(data, DTensor):
         local = dequantize(Quantized(local_tensor(data), scales), codec, dtype)
-        return Layout.of(data).wrap(local)
+        return Sharding.of(data).wrap(local)
     if codec.dtype == "exact":
         return data.view(dtype).clone(memory_format=torch.contiguous_format)
     if _is_empty(data):

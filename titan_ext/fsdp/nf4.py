@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchao.quantization import NF4Tensor, to_nf4
 from torchtitan.tools.logging import logger
 
-from titan_ext.base.tensors import Layout
+from titan_ext.base.tensors import Sharding
 from titan_ext.fsdp.settings import QUANTIZE_FROZEN
 from titan_ext.fsdp.units import before_first_forward
 
@@ -66,7 +66,7 @@ def _quantize(linear: nn.Module) -> tuple[int, int]:
     # Without bytes its data_ptr() is 0, and FSDPParam.reset_sharded_param compares none with NF4's.
     local.untyped_storage().resize_(0)
 
-    sharded = Layout.of(weight).wrap  # FSDP2 takes contiguous parameters only
+    sharded = Sharding.of(weight).wrap  # FSDP2 takes contiguous parameters only
     linear.weight = stored = nn.Parameter(sharded(shard), requires_grad=False)
     # Titan's checkpointer writes into tensors of the same dtype and replaces all others.
     saved_dtype = torch.bfloat16 if dtype != torch.bfloat16 else torch.float32

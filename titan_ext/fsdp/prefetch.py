@@ -33,13 +33,7 @@ from torchtitan.models.common.decoder import Decoder
 from titan_ext.base.messages import BYTES, parse_bytes
 from titan_ext.base.tensors import in_backward, out_of_sight_of_checkpointing
 from titan_ext.fsdp.plan import UnitPlan
-from titan_ext.fsdp.units import (
-    SUBMODULE_KINDS,
-    Unit,
-    UnitKind,
-    param_groups,
-    splits_blocks,
-)
+from titan_ext.fsdp.units import SUBMODULE_KINDS, Unit, UnitKind, param_groups, splits_blocks
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 import spmd_types as spmd
 import torch.nn as nn
 from spmd_types.runtime import has_local_type
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims

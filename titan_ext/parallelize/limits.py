@@ -2,7 +2,7 @@
 """Values, degrees, schedules and models that no run can have, refused before anything starts.
 
 Titan meets most of them on the ranks: as a bare assertion, a division by zero, or not at all.
-``wrong_together`` has the keys of ours that do not go together, a row each.
+``wrong_together`` has the keys of ours that do not go together.
 """
 
 import contextlib
@@ -34,12 +34,15 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import and_more
-from titan_ext.base.titan.batch import BATCH_KEYS, wrong_global_batch
-from titan_ext.components.exchange_policy import changed_exchanges, wrong_dispatchers
+from titan_ext.base.titan import batch
+from titan_ext.base.titan.parallelism import DEGREES
+from titan_ext.components.exchange_policy import wrong_dispatchers
 from titan_ext.components.float8_linears import wrong_float8
 from titan_ext.components.optim import MUON
+from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.fsdp.settings import EXPERT_REDUCE_SCATTER, QUANTIZE_FROZEN, FSDPSettings
 from titan_ext.fsdp.units import REPLICATE
+from titan_ext.parallelize.keys import FACTS
 
 _SPMD_BACKENDS = ("spmd_types", "partial_dtensor")
 _OTHERS = "another schedule (1F1B, Interleaved1F1B)"
@@ -67,25 +70,17 @@ _BETAS = _Limit(
     "two numbers from 0 to below 1",
     lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value),
 )
-_DEGREES = (
-    "data_parallel_replicate_degree",
-    "pipeline_parallel_degree",
-    "context_parallel_degree",
-    "tensor_parallel_degree",
-)
-_EXPERT = "expert_parallel_degree"
-_SHARD = "data_parallel_shard_degree"
+_EXPERT, _SHARD = DEGREES["ep"], DEGREES["dp_shard"]
 _LIMITS = {
     "dump_folder": _Limit("the name of a folder", lambda value: value != ""),
-    **{
-        f"{section}.{key}": _OR_AUTO if or_auto else _FROM_ONE
-        for section, keys in BATCH_KEYS.items()
-        for key, or_auto in keys.items()
-    },
+    batch.LOCAL_BATCH: _FROM_ONE,
+    batch.GLOBAL_BATCH: _OR_AUTO,
+    batch.SEQUENCE: _FROM_ONE,
+    batch.MICROBATCH: _FROM_ONE,
     "training.steps": _FROM_ONE,
     "training.max_norm": _Limit("more than 0", lambda value: value > 0),
     "training.gc_freq": _FROM_ONE,
-    **{f"parallelism.{key}": _FROM_ONE for key in (*_DEGREES, _EXPERT)},
+    **{f"parallelism.{key}": _FROM_ONE for key in DEGREES.values()},
     f"parallelism.{_SHARD}": _OR_AUTO,
     # Titan looks for these two names, and ignores others.
     "compile.components": _Limit('"model" and "loss"', lambda value: {*value} <= {"model", "loss"}),
@@ -109,7 +104,7 @@ def value_of(config: Any, key: str) -> Any:
     return functools.reduce(lambda at, name: getattr(at, name, None), key.split("."), config)
 
 
-def wrong_values(config: Any) -> list[str]:
+def wrong_values(config: Any) -> Iterator[str]:
     """A message for every value that is out of its range; a key that is not there passes."""
     rows = [(key, limit, value_of(config, key)) for key, limit in _LIMITS.items()]
     groups = getattr(getattr(config, "optimizer", None), "param_groups", None) or ()
@@ -117,11 +112,9 @@ def wrong_values(config: Any) -> list[str]:
         of_group = f"optimizer.param_groups.{index}.optimizer_kwargs"
         for name, limit in _OF_OPTIMIZER.items():
             rows.append((f"{of_group}.{name}", limit, group.optimizer_kwargs.get(name)))
-    return [
-        f"{key} is {value!r}; expected {limit.expected}."
-        for key, limit, value in rows
-        if value is not None and not limit.holds(value)
-    ]
+    for key, limit, value in rows:
+        if value is not None and not limit.holds(value):
+            yield f"{key} is {value!r}; expected {limit.expected}."
 
 
 def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
@@ -131,12 +124,11 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
     unknown.
     """
     parallelism = config.parallelism
-    degrees = {key: getattr(parallelism, key) for key in _DEGREES}
-    shard = getattr(parallelism, _SHARD)
-    without_shard = math.prod(degrees.values())
-    product = without_shard * max(shard, 1)
+    degrees = {key: getattr(parallelism, key) for key in DEGREES.values() if key != _EXPERT}
+    shard = degrees[_SHARD]
+    product = math.prod(max(degree, 1) for degree in degrees.values())
     if ranks is not None and (ranks % product or (shard > 0 and ranks != product)):
-        parts = [f"{key} {degree}" for key, degree in (degrees | {_SHARD: shard}).items()]
+        parts = [f"{key} {degree}" for key, degree in degrees.items()]
         given = " x ".join(part for part in parts if not part.endswith((" 1", " -1")))
         yield (
             f"parallelism: {given or 'one copy'} makes {product} ranks, but this run has {ranks}; "
@@ -144,12 +136,11 @@ def wrong_degrees(config: Any, ranks: int | None) -> Iterator[str]:
             f"{f', or {_SHARD} = -1 for the ranks that are left' if shard > 0 else ''}."
         )
         return
-    shard = ranks // without_shard if ranks is not None else shard
+    shard = ranks * max(shard, 1) // product if ranks is not None else shard
     yield from _wrong_experts(config, shard)
-    if shard < 0:
-        return
-    if wrong := wrong_global_batch(config, shard * parallelism.data_parallel_replicate_degree):
-        yield wrong
+    if shard > 0:
+        copies = parallelism.data_parallel_replicate_degree
+        yield from batch.wrong_global_batch(config, shard * copies)
 
 
 def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
@@ -174,36 +165,33 @@ def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
                 f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
             )
             break
-    if moes and shard > 0 and ranks % experts == 0:
-        yield from _wrong_expert_shards(config, moes[0], shard)
+    of = replace(parallelism, data_parallel_shard_degree=shard)
+    if moes and shard > 0 and (dims := stage_dims(of)) is not None:
+        yield from _wrong_expert_shards(config, moes[0], dims)
 
 
-def _wrong_expert_shards(config: Any, moe: MoE.Config, shard: int) -> Iterator[str]:
+def _wrong_expert_shards(config: Any, moe: MoE.Config, dims: ParallelDims) -> Iterator[str]:
     """A message if more ranks than experts share the routed experts, and cannot.
 
     FSDP then shards them along dim 1, as in Titan (``torchtitan/distributed/fsdp.py``). torch does
     that evenly only, and DistMuon not at all.
     """
-    parallelism = config.parallelism
-    ep, tp = getattr(parallelism, _EXPERT), parallelism.tensor_parallel_degree
-    shards = shard * parallelism.context_parallel_degree
-    spread, world = shards * tp, shards * tp // ep
-    if ep == 1:
-        spread, world = shards * parallelism.data_parallel_replicate_degree, shards
-    if spread <= moe.num_experts or (tp > 1 and ep == 1):  # TP splits them, too
+    sizes = ShardSizes.of(dims)
+    spread, world = sizes.expert_ranks, sizes.experts or sizes.dense
+    if spread <= moe.num_experts or (dims.tp_enabled and not dims.ep_enabled):  # TP splits them
         return
     with torch.device("meta"):
-        sizes = {p.shape[1] for p in moe.routed_experts.inner_experts.build().parameters()}
-    if uneven := [size for size in sizes if size % world]:
+        widths = {p.shape[1] for p in moe.routed_experts.inner_experts.build().parameters()}
+    if uneven := [width for width in widths if width % world]:
         why = f"of {min(uneven)} values, over {world} ranks, which torch does evenly only"
     elif any(g.optimizer_name == MUON for g in getattr(config.optimizer, "param_groups", [])):
         why = f"which {MUON} does not support"
     else:
         return
     yield (
-        f"parallelism.{_EXPERT} is {ep}: {spread} ranks share {moe.num_experts} experts, so FSDP "
-        f"shards dim 1 of their weights, {why}; expected another one, or copies of fewer ranks: "
-        "data_parallel_replicate_degree > 1."
+        f"parallelism.{_EXPERT} is {dims.ep}: {spread} ranks share {moe.num_experts} experts, so "
+        f"FSDP shards dim 1 of their weights, {why}; expected another one, or copies of fewer "
+        "ranks: data_parallel_replicate_degree > 1."
     )
 
 
@@ -213,7 +201,7 @@ def _divisors(number: int) -> list[int]:
 
 def wrong_schedule(
     settings: FSDPSettings, of: ParallelismConfig, *, loss: Any, ac_config: Any, compiled: bool
-) -> list[str]:
+) -> Iterator[str]:
     """A message for what a schedule that splits backward cannot do, or would do wrong.
 
     Zero-bubble schedules take the gradients of a stage's inputs first and those of its weights
@@ -225,40 +213,35 @@ def wrong_schedule(
     ``loss`` and ``ac_config`` are configs, None where there is none.
     """
     if (key := _splitting_key(of)) is None:
-        return []
+        return
+    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
+    if compiled:
+        yield (
+            f"{why}: torch.compile makes code that runs backward once. Expected compile.enable = "
+            f"false, or {_OTHERS}."
+        )
     policy = ""
     if isinstance(ac_config, SelectiveAC.Config):  # torch's selective checkpoints run backward once
         policy = '"selective"'
     elif isinstance(ac_config, FP8AC.Config) and ac_config.mode != "no_recompute":
         policy = f'"fp8" with mode "{ac_config.mode}"'
-    rows = [
-        (
-            compiled,
-            ": torch.compile makes code that runs backward once. Expected compile.enable = false, "
-            f"or {_OTHERS}.",
-        ),
-        (
-            bool(policy),
-            f"; activation_checkpoint policy {policy} allows one backward only. Expected "
-            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.',
-        ),
-        (
-            isinstance(loss, ChunkedLossWrapper.Config),
-            ": with the chunked loss the last norm would get no gradient. Expected another loss "
-            f"(torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}.",
-        ),
-        *(
-            (
-                value not in ("default", "never"),
-                f", and {reshard_key} is {value!r}: parameters that are freed after forward would "
-                'get no gradient. Expected "never", or "default", which keeps them gathered in a '
-                "pipeline.",
+    if policy:
+        yield (
+            f"{why}; activation_checkpoint policy {policy} allows one backward only. Expected "
+            f'policy "full" or "none", policy "fp8" with mode "no_recompute", or {_OTHERS}.'
+        )
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        yield (
+            f"{why}: with the chunked loss the last norm would get no gradient. Expected another "
+            f"loss (torchtitan.components.loss.CrossEntropyLoss), or {_OTHERS}."
+        )
+    for reshard_key, value in settings.reshard_by_key.items():
+        if value not in ("default", "never"):
+            yield (
+                f"{why}, and {reshard_key} is {value!r}: parameters that are freed after forward "
+                'would get no gradient. Expected "never", or "default", which keeps them gathered '
+                "in a pipeline."
             )
-            for reshard_key, value in settings.reshard_by_key.items()
-        ),
-    ]
-    why = f"parallelism.{key} is {getattr(of, key)!r}, which splits backward"
-    return [f"{why}{message}" for is_wrong, message in rows if is_wrong]
 
 
 def _splitting_key(parallelism: ParallelismConfig) -> str | None:
@@ -272,25 +255,34 @@ def _splitting_key(parallelism: ParallelismConfig) -> str | None:
     return "pipeline_parallel_schedule" if schedule in _SPLIT_BACKWARD else None
 
 
-def check_model_limits(
-    spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig | None = None
-) -> None:
-    """Raise ValueError for what Titan refuses for the model of ``spec``, or computes wrongly."""
+def wrong_model(
+    spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig
+) -> Iterator[str]:
+    """A message for what Titan refuses for the model of ``spec``, or computes wrongly.
+
+    With the attention that runs: a CPU has another one (``no_accelerator``).
+    """
     name = spec.name
     cp, backend = parallelism.context_parallel_degree, parallelism.spmd_backend
     if name in _NO_CONTEXT_PARALLEL and cp > 1:
-        raise ValueError(
+        yield (
             f"parallelism.context_parallel_degree is {cp}; {name} needs 1: TorchTitan does not "
             "support context parallelism for it."
         )
+    attention = getattr(getattr(spec.model, "first_attention", None), "inner_attention", None)
+    if cp > 1 and isinstance(attention, VarlenAttention.Config):
+        yield (
+            f"parallelism.context_parallel_degree is {cp}, which TorchTitan does not support with "
+            'variable-length attention; expected 1, or attn_backend = "flex".'
+        )
     if name in _SPMD_TYPES_ONLY and backend != "spmd_types":
-        raise ValueError(
+        yield (
             f"parallelism.spmd_backend is {backend!r}; {name} supports only 'spmd_types', as in "
             "TorchTitan."
         )
     tp, ep = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
     if name == "gpt_oss" and tp > 1 and ep == 1 and backend == "spmd_types":
-        raise ValueError(
+        yield (
             f"parallelism.tensor_parallel_degree is {tp} and expert_parallel_degree 1; under "
             "'spmd_types' TorchTitan 0.3 then adds the bias of gpt_oss' experts once for each of "
             f"the {tp} ranks, and the loss is wrong. Expected expert_parallel_degree > 1."
@@ -301,30 +293,16 @@ def check_model_limits(
         and getattr(spec.model, "mtp_layers", None)
     ):
         # Its weight is replicated in _set_deepseek_v3_mtp_sharding, and not invariant as a norm's.
-        raise ValueError(
+        yield (
             "parallelism.enable_sequence_parallel is false and tensor_parallel_degree "
             f"{tp}; TorchTitan 0.3 then adds the gradient of eh_proj (multi-token prediction) "
             f"once for each of the {tp} ranks, or fails. Expected true."
         )
-    if name == "gpt_oss" and training and training.mixed_precision_param == "float32":
+    if name == "gpt_oss" and training.mixed_precision_param == "float32":
         # torchtitan/models/gpt_oss/moe.py: unlike other experts', the result stays bfloat16.
-        raise ValueError(
+        yield (
             "training.mixed_precision_param is 'float32'; the experts of gpt_oss return bfloat16 "
             "in TorchTitan 0.3, which it cannot add to float32. Expected 'bfloat16'."
-        )
-
-
-def wrong_attention(config: Any) -> Iterator[str]:
-    """A message for attention that context parallelism cannot split; ``config`` is a trainer's.
-
-    Of a config with the attention that runs: a CPU has another one (``no_accelerator``).
-    """
-    cp, model = config.parallelism.context_parallel_degree, config.model_spec.model
-    attention = getattr(getattr(model, "first_attention", None), "inner_attention", None)
-    if cp > 1 and isinstance(attention, VarlenAttention.Config):
-        yield (
-            f"parallelism.context_parallel_degree is {cp}, which TorchTitan does not support with "
-            'variable-length attention; expected 1, or attn_backend = "flex".'
         )
 
 
@@ -345,135 +323,122 @@ def wrong_validation(config: Any) -> Iterator[str]:
         )
 
 
+def changed_exchanges(of: ParallelismConfig) -> dict[str, Any]:
+    """The keys of a section with which tokens do not travel as in stock; Titan's has none."""
+    keys = ("overlap_exchanges", "exchange_dtype", "exchange_rows")
+    values = {key: getattr(of, key, None) for key in keys}
+    return {k: value for k, value in values.items() if not FACTS[f"parallelism.{k}"].is_same(value)}
+
+
 def wrong_together(
     settings: FSDPSettings,
     of: ParallelismConfig,
     *,
     compiled: bool,
-    model: Decoder.Config | None = None,
-    ac_config: Any = None,
+    model: Decoder.Config,
+    ac_config: Any,
     loss: Any = None,
-) -> list[str]:
+) -> Iterator[str]:
     """A message for each pair of keys that do not go together.
 
-    ``model``, ``ac_config`` and ``loss`` are configs, None where they are not known.
+    ``model``, ``ac_config`` and ``loss`` are configs; a ``loss`` of None is not known.
     """
     backend, ep, tp = of.spmd_backend, of.expert_parallel_degree, of.tensor_parallel_degree
     wrap, cp, dims = settings.wrap, of.context_parallel_degree, stage_dims(of)
-    replicates, copies = bool(settings.replicate), of.data_parallel_replicate_degree
-    quantizes, pp = bool(settings.quantize_frozen), of.pipeline_parallel_degree
-    rows = [
-        (
-            backend not in _SPMD_BACKENDS,
+    copies, pp = of.data_parallel_replicate_degree, of.pipeline_parallel_degree
+    if backend not in _SPMD_BACKENDS:
+        yield (
             f"parallelism.spmd_backend is {backend!r}, which titan_ext does not support "
-            f"(TorchTitan removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}.",
-        ),
-        (
-            replicates and backend == "partial_dtensor" and copies > 1,
+            f"(TorchTitan removed it after 0.3); expected one of {', '.join(_SPMD_BACKENDS)}."
+        )
+    if settings.replicate and backend == "partial_dtensor" and copies > 1:
+        yield (
             f"{REPLICATE} needs parallelism.data_parallel_replicate_degree = 1 with spmd_backend = "
-            '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".',
-        ),
-        (
-            replicates and backend == "spmd_types" and cp > 1,
+            '"partial_dtensor": torch replicates over one axis only. Use "spmd_types".'
+        )
+    if settings.replicate and backend == "spmd_types" and cp > 1:
+        yield (
             f"{REPLICATE} needs parallelism.context_parallel_degree = 1 with spmd_backend = "
             '"spmd_types": torch would put sharded and replicated parameters on two meshes, and '
-            'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".',
-        ),
-        (
-            quantizes and tp > 1,
+            'TorchTitan\'s gradient norm takes one mesh only. Use "partial_dtensor".'
+        )
+    if settings.quantize_frozen and tp > 1:
+        yield (
             f"{QUANTIZE_FROZEN} needs parallelism.tensor_parallel_degree = 1: NF4Tensor can be "
-            "sharded only once, along its rows.",
-        ),
-        *(
-            (
-                degree > 1 and bool(getattr(model, "mtp_layers", None)),
+            "sharded only once, along its rows."
+        )
+    for axis, degree in (("pipeline", pp), ("context", cp)):
+        if degree > 1 and getattr(model, "mtp_layers", None):
+            yield (
                 f"parallelism.{axis}_parallel_degree is {degree}, which TorchTitan 0.3 does not "
-                "support with multi-token prediction; expected 1, or num_mtp_layers = 0.",
+                "support with multi-token prediction; expected 1, or num_mtp_layers = 0."
             )
-            for axis, degree in (("pipeline", pp), ("context", cp))
-        ),
-        (
-            # torchtitan/models/common/linear.py divides the bias for the sum over ranks, and nobody
-            # sums its gradient; under spmd_types FSDP does. Found by ``titan_ext verify``.
-            backend == "partial_dtensor" and tp > 1 and _has(model, ScaledBiasRowwiseLinear.Config),
+    # torchtitan/models/common/linear.py divides the bias for the sum over ranks, and nobody sums
+    # its gradient; under spmd_types FSDP does. Found by ``titan_ext verify``.
+    divides = any(True for _ in model.traverse(ScaledBiasRowwiseLinear.Config))
+    if backend == "partial_dtensor" and tp > 1 and divides:
+        yield (
             f"parallelism.tensor_parallel_degree is {tp}; under spmd_backend = 'partial_dtensor' "
             f"TorchTitan 0.3 takes 1/{tp} of the gradient of attention.wo.bias for the whole. "
-            "Expected spmd_backend = 'spmd_types'.",
-        ),
-        (
-            compiled and isinstance(ac_config, FP8AC.Config) and ac_config.offloads(),
+            "Expected spmd_backend = 'spmd_types'."
+        )
+    if compiled and isinstance(ac_config, FP8AC.Config) and ac_config.offloads():
+        yield (
             "activation_checkpoint.op_policies: offload and offload_float8 do not run under "
-            "torch.compile: expected save or save_float8, or compile.enable = false.",
-        ),
-        (
-            bool(settings.expert_reduce_scatter) and pp > 1,
+            "torch.compile: expected save or save_float8, or compile.enable = false."
+        )
+    if settings.expert_reduce_scatter and pp > 1:
+        yield (
             f"{EXPERT_REDUCE_SCATTER} needs parallelism.pipeline_parallel_degree = 1: a pipeline "
-            "sums the gradients of its microbatches in float32 before FSDP sends them.",
-        ),
-    ]
+            "sums the gradients of its microbatches in float32 before FSDP sends them."
+        )
+    for key, facts in FACTS.items():
+        is_on = compiled and facts.is_on(getattr(of, key.rpartition(".")[2], None))
+        if is_on and facts.eager_only:
+            yield f"{key} does not go with compile.enable = true: {facts.eager_only}."
     changed = changed_exchanges(of)
-    eager_only = [
-        (REPLICATE, replicates, "it refuses hooks of FSDP in a block"),
-        (QUANTIZE_FROZEN, quantizes, "torchao keeps NF4Tensor out of it"),
-    ]
-    for key, is_on, why in eager_only:
-        rows.append((compiled and is_on, f"{key} does not go with compile.enable = true: {why}."))
     for key, value in changed.items():
-        said, halves = f'parallelism.{key} = "{value}"', key == "overlap_exchanges"
-        rows += [
-            (
-                halves and cp > 1,
+        said = f'parallelism.{key} = "{value}"'
+        if key == "overlap_exchanges" and cp > 1:
+            yield (
                 f"{said} needs parallelism.context_parallel_degree = 1: masks of half a batch are "
-                "made from positions, of which a rank then has a part.",
-            ),
-            (
-                not halves and ep == 1,
+                "made from positions, of which a rank then has a part."
+            )
+        if key != "overlap_exchanges" and ep == 1:
+            yield (
                 f"{said} needs parallelism.expert_parallel_degree > 1: without expert parallelism "
-                "no token travels.",
-            ),
-        ]
+                "no token travels."
+            )
     for key, value in settings.collectives.items():
         said, of_experts = f'{key} = "{value}"', value != "blocks"
-        rows += [
-            (
-                of_experts and ep == 1 and wrap != "experts",
+        if of_experts and ep == 1 and wrap != "experts":
+            yield (
                 f"{said} needs parallelism.expert_parallel_degree > 1 or parallelism.fsdp_wrap = "
                 f'"experts": with fsdp_wrap = "{wrap}" and without expert parallelism one '
-                "collective carries the experts and the parameters around them.",
-            ),
-            (
-                of_experts and dims is not None and dims.dp_shard * cp * tp // ep <= 1,
+                "collective carries the experts and the parameters around them."
+            )
+        if of_experts and dims is not None and dims.dp_shard * cp * tp // ep <= 1:
+            yield (
                 f"{said} needs experts that FSDP shards: with parallelism.expert_parallel_degree "
                 f"= {ep} each rank holds its experts whole. Expected a smaller degree, or "
-                "a config without this key.",
-            ),
-        ]
+                "a config without this key."
+            )
     for key, ranks in settings.reshard_by_key.items():
-        if isinstance(ranks, str):
-            continue
         said = f"{key} is {ranks}, a number of ranks, which torch does not offer with"
-        rows += [
-            (
-                backend != "partial_dtensor",
+        if isinstance(ranks, int) and backend != "partial_dtensor":
+            yield (
                 f'{said} parallelism.spmd_backend = "{backend}" (fully_shard refuses it on a mesh '
                 'with other axes). Use "always" or "never", or spmd_backend = "partial_dtensor"; '
-                "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP).",
-            ),
-            (
-                tp > 1,
+                "to keep gathering inside a machine use data_parallel_replicate_degree (HSDP)."
+            )
+        if isinstance(ranks, int) and tp > 1:
+            yield (
                 f"{said} parallelism.tensor_parallel_degree > 1 (FSDP2 reshards only plain tensors "
-                'to a smaller world). Use "always" or "never".',
-            ),
-        ]
-    found = [message for is_wrong, message in rows if is_wrong]
-    found += wrong_schedule(settings, of, loss=loss, ac_config=ac_config, compiled=compiled)
-    if model is not None:
-        found += [*wrong_dispatchers(model, changed), *wrong_float8(model, tp, ep, backend)]
-    return found
-
-
-def _has(model: Decoder.Config | None, kind: type) -> bool:
-    return model is not None and any(True for _ in model.traverse(kind))
+                'to a smaller world). Use "always" or "never".'
+            )
+    yield from wrong_schedule(settings, of, loss=loss, ac_config=ac_config, compiled=compiled)
+    yield from wrong_dispatchers(model, changed)
+    yield from wrong_float8(model, tp, ep, backend)
 
 
 def stage_dims(of: ParallelismConfig) -> ParallelDims | None:

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.nn as nn
-from torchtitan.components.optimizer import (
-    OptimizersContainer,
-    register_moe_load_balancing_hook,
-)
+from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec

@@ -6,7 +6,7 @@ the dry run, tune, the record of a run and its log read it, and no section of a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,6 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.common.decoder import Decoder
 
 from titan_ext.activation_checkpoint.compile import compiles_model
-from titan_ext.activation_checkpoint.op_rules import check_modules
 from titan_ext.activation_checkpoint.policy import FP8AC, Checkpointing, resolve_checkpointing
 from titan_ext.base.messages import Mistakes
 from titan_ext.base.nodes import RANKS_PER_NODE, Nodes
@@ -72,15 +71,17 @@ def resolve(
     """
     compiled = compiles_model(compile_config)
     settings = FSDPSettings.from_config(parallelism, training, ignored)
-    wrong = wrong_together(
-        settings, parallelism, compiled=compiled, model=model.config, ac_config=ac_config
+    wrong = Mistakes(
+        wrong_together(
+            settings, parallelism, compiled=compiled, model=model.config, ac_config=ac_config
+        )
     )
     if parallel_dims.cp_enabled and vision_modules(model):
         wrong.append(
             "parallelism.context_parallel_degree > 1 is not supported for a model with a vision "
             "encoder: images are scattered into the whole sequence (as in stock TorchTitan)."
         )
-    Mistakes(wrong).raise_all()
+    wrong.raise_all()
     # Of the whole model's config, which every chunk has: all ranks make the same meshes.
     exchanges = resolve_exchanges(
         model.config, parallelism, training, parallel_dims, nodes, compiled=compiled
@@ -105,32 +106,38 @@ def recipe_of(model: nn.Module) -> Recipe | None:
     return cast(Any, model).__dict__.get("_recipe")
 
 
-def check_names(
-    model: Decoder.Config,
-    settings: FSDPSettings,
-    parallelism: ParallelismConfig,
-    ac_config: ActivationCheckpointingConfig | FP8AC.Config = None,
-) -> None:
-    """Raise ValueError for names in our keys that are not in the model.
-
-    Also for a unit of another ``fsdp_wrap``, or one that cannot be resharded to a number of ranks.
-    Builds the model on the meta device, if there are names or such a number. The whole model is
-    looked at, since a name may lie in any stage of a pipeline. Nothing is looked at where the
-    number of ranks is not known yet, or no degrees fit it.
-    """
-    to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
-    of_units = settings.reshard_groups or settings.replicate or settings.quantize_frozen or to_ranks
-    policy = ac_config if isinstance(ac_config, FP8AC.Config) else FP8AC.Config()
-    if not (of_units or {*policy.op_policies, *policy.exempt} - {"*"}):
-        return
-    if (dims := stage_dims(parallelism)) is None:
-        return
+def resolve_config(config: Any, parallel_dims: ParallelDims, nodes: Nodes) -> Recipe:
+    """``resolve`` for the whole model of a trainer's ``config``, built on the meta device."""
+    policy = config.activation_checkpoint
+    if isinstance(policy, FP8AC.Config):  # a run solves and builds these, before its recipe
+        policy = replace(policy, budget="", offload_limit="", score_before_last_gemm=False)
     with torch.device("meta"):
-        built = cast(Decoder, model.build())
-    check_modules(policy.rules(), policy.exempt, built)
-    if not of_units:
-        return
-    # The nodes of a job are known when it starts. They decide only what "auto" takes first, and it
-    # takes units that have the names, if any have.
-    nodes = Nodes(RANKS_PER_NODE, RANKS_PER_NODE)
-    resolve_sharding(built, settings, dims, nodes)
+        model = cast(Decoder, config.model_spec.model.build())
+    return resolve(
+        model,
+        parallel_dims=parallel_dims,
+        nodes=nodes,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=policy,
+    )
+
+
+def check_names(config: Any) -> None:
+    """Resolve a trainer's ``config`` if its keys name modules, or ranks to reshard to.
+
+    That raises ValueError for names that are not in the model. The whole model is looked at, since
+    a name may lie in any stage of a pipeline, and nothing where the number of ranks is not known
+    yet, or no degrees fit it.
+    """
+    settings = FSDPSettings.from_config(config.parallelism, config.training)
+    to_ranks = any(isinstance(n, int) for n in settings.reshard_by_key.values())
+    names = [*settings.reshard_groups, *settings.replicate, *settings.quantize_frozen]
+    policy = config.activation_checkpoint
+    if isinstance(policy, FP8AC.Config):
+        names += {*policy.op_policies, *policy.exempt} - {"*"}
+    if (names or to_ranks) and (dims := stage_dims(config.parallelism)) is not None:
+        # The nodes of a job are known when it starts. They decide only what "auto" takes first, and
+        # it takes units that have the names, if any have.
+        resolve_config(config, dims, Nodes(RANKS_PER_NODE, RANKS_PER_NODE))

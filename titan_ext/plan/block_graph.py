@@ -24,13 +24,16 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import (
+    TO_COPY,
     chooses,
+    fixes_routing,
+    is_attention,
     makes_node,
-    op_name,
+    may_draw,
     passes_values,
     written,
 )
-from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver, fixes_routing
+from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
 from titan_ext.activation_checkpoint.op_rules import INPUT, OpLocation, OpPolicy, is_exempt
 from titan_ext.base.machines import Machine
 from titan_ext.base.tensors import parts_in, storage_ids, tensors_in
@@ -44,7 +47,6 @@ CHOICES = (SAVE, FLOAT8, RECOMPUTE, DISCARD)
 _BLOCKS_ON_DEVICE = 2
 """Number of blocks that have on the device what they offload (``fp8.offload``)."""
 _NORMS = (nn.RMSNorm, nn.LayerNorm)
-_TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = "_c10d_functional::wait_tensor"
 
 
@@ -244,7 +246,7 @@ class _Tracer(TorchDispatchMode):
         if func._schema.name == _WAIT and type(args[0]) is FakeTensor:
             return args[0]  # as on real tensors; the fake one is new
         out = func(*args, **kwargs)
-        if func is _TO_COPY:
+        if func is TO_COPY:
             self.locator.see_cast(args[0], out)
         if torch.is_grad_enabled() and makes_node(func, args, out):
             self._nodes_of_ops.add(last_node())
@@ -296,7 +298,7 @@ class _Tracer(TorchDispatchMode):
                     reads=reads,
                     passes=passes_values(call.func, call.args, call.out),
                     is_read=bool(touched & self._saved),
-                    is_attention=_is_attention(call.func),
+                    is_attention=is_attention(call.func),
                 )
             )
             for storage in touched:
@@ -330,9 +332,8 @@ class _Tracer(TorchDispatchMode):
         ):
             return frozenset({SAVE})
         around_attention = "inner_attention" in call.location.module.split(".")
-        is_random = torch.Tag.nondeterministic_seeded in call.func.tags
         if call.location.module in self._norms or (
-            (around_attention or is_random) and not _is_attention(call.func)
+            (around_attention or may_draw(call.func)) and not is_attention(call.func)
         ):
             return frozenset({RECOMPUTE})
         return policies
@@ -364,7 +365,3 @@ class _Sizes:
             codec_ms=codec_ms * rates.slower.get("codec", 1.0),
             policies=frozenset(policies),
         )
-
-
-def _is_attention(func: Any) -> bool:
-    return "attention" in op_name(func) or "attn" in op_name(func)

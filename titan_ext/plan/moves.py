@@ -8,12 +8,13 @@ acts on little need not be tried.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
+from titan_ext.base.titan.batch import MICROBATCH
+from titan_ext.parallelize.keys import COMPILE
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Category
 
@@ -23,20 +24,11 @@ Keys = Mapping[str, Any]
 EP = "parallelism.expert_parallel_degree"
 REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
-COMPILE = "compile.enable"
 SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
 """Factors of the degrees and batches that are tried from one of them."""
-
-
-class Effect(StrEnum):
-    """Effect of a move on results; none changes the optimizer's mathematics."""
-
-    NONE = "no result changes"
-    ROUNDING = "changes rounding"
-    LOSSY = "lossy: docs/exchanges.md and docs/fsdp.md have losses"
 
 
 @dataclass(frozen=True)
@@ -82,14 +74,12 @@ class Move:
         changes: Of a config as it is now; each is tried by itself.
         shortens: The categories of time that they can shorten.
         frees: The memory that they can free, for activations.
-        effect: On results.
     """
 
     words: str
     changes: Callable[[Keys, Facts], Iterable[Keys]]
     shortens: tuple[Category, ...]
     frees: tuple[MemoryKind, ...] = ()
-    effect: Effect = Effect.NONE
 
 
 def _values(key: str, *values: Any) -> Callable[[Keys, Facts], Iterator[Keys]]:
@@ -117,7 +107,7 @@ def _with_batch(now: Keys, facts: Facts, local: int) -> Iterator[Keys]:
     """``local`` sequences at once: as many a step as now, or any with --batch free."""
     copies = facts.copies(now)
     total = now[GLOBAL] if now[GLOBAL] > 0 else now[LOCAL] * copies
-    microbatch = now.get("parallelism.pipeline_parallel_microbatch_size", 1)
+    microbatch = now.get(MICROBATCH, 1)
     is_pipelined = now["parallelism.pipeline_parallel_degree"] > 1
     if local < 1 or (is_pipelined and local % microbatch):
         return
@@ -202,7 +192,6 @@ MOVES = (
         "blocks and the loss are compiled: fewer kernels, and fewer calls of the host",
         _compiled,
         (Category.HOST, *_KERNELS, Category.RECOMPUTE),
-        effect=Effect.ROUNDING,
     ),
     Move(
         "one CUDA graph has forward and backward: the host gives out one",
@@ -213,46 +202,39 @@ MOVES = (
         "half of a batch computes while tokens of the other travel",
         _if_experts(_halves),
         _SENDS,
-        effect=Effect.ROUNDING,
     ),
     Move(
         "a token travels once to a rank or a node where several of its experts live",
         _if_experts(_rows),
         _SENDS,
-        effect=Effect.ROUNDING,
     ),
     Move(
         "tokens travel in float8",
         _if_experts(_values("parallelism.exchange_dtype", "float8")),
         _SENDS,
-        effect=Effect.LOSSY,
     ),
     Move(
         "experts are gathered in float8",
         _if_sharded(_values(f"{_FSDP_KEY}float8_all_gather", "experts")),
         (Category.GATHERS, Category.REDUCTIONS),
         _UNSHARDED,
-        effect=Effect.LOSSY,
     ),
     Move(
         "the matrices of blocks are gathered in float8",
         _values(f"{_FSDP_KEY}float8_all_gather", "blocks"),
         (Category.GATHERS,),
-        effect=Effect.LOSSY,
     ),
     Move(
         "gradients of experts travel in bfloat16, and are summed in float32",
         _if_sharded(_values(f"{_FSDP_KEY}expert_reduce_scatter", "bfloat16")),
         (Category.GATHERS, Category.REDUCTIONS),
         _UNSHARDED,
-        effect=Effect.ROUNDING,
     ),
     Move(
         "routing scores before the last GEMM of experts, whose output need not be kept",
         _if_moe(_values(SCORES, True)),
         (Category.RECOMPUTE, Category.EXCHANGES),
         _HELD,
-        effect=Effect.ROUNDING,
     ),
     Move(
         "whether a recompute sends tokens again",
@@ -294,21 +276,18 @@ MOVES = (
         _batches,
         (*_SENDS, *_FSDP, *_KERNELS, Category.RECOMPUTE, Category.BUBBLE),
         _HELD,
-        effect=Effect.ROUNDING,
     ),
     Move(
         "ranks among which tokens travel to their experts",
         _ep,
         (*_SENDS, *_FSDP, *_KERNELS, Category.OPTIMIZER),
         (*LASTING, *_UNSHARDED),
-        effect=Effect.ROUNDING,
     ),
     Move(
         "copies of the model, each sharded over fewer ranks",
         _replicate,
         (*_FSDP, Category.OPTIMIZER),
         (*LASTING, *_UNSHARDED),
-        effect=Effect.ROUNDING,
     ),
 )
 

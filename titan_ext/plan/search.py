@@ -29,19 +29,19 @@ from typing import Any, NamedTuple
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_rules import KEY
+from titan_ext.base.facts import Effect
 from titan_ext.base.messages import Mistakes, duration
+from titan_ext.parallelize.keys import COMPILE, effect_of
 from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.plan.budget import TracedBlocks, without_checkpointing
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import Forks
 from titan_ext.plan.memory import MemoryKind, MemoryPlan
 from titan_ext.plan.moves import (
-    COMPILE,
     GLOBAL,
     MOVES,
     OFFLOAD_LIMIT,
     Choices,
-    Effect,
     Facts,
     Keys,
     Move,
@@ -536,19 +536,18 @@ class Search:
         return is_better
 
     def _descend(self) -> None:
-        moves = [move for move in MOVES if move.effect is Effect.NONE or not self.job.exact]
         since = 0
-        for at in itertools.cycle(range(len(moves))):
-            base, move = self.best, moves[at]
+        for at in itertools.cycle(range(len(MOVES))):
+            base, move = self.best, MOVES[at]
             every = self._changed(move, base)
-            to_come = [*moves, *moves][at + 1 : at + len(moves) - since]
+            to_come = [*MOVES, *MOVES][at + 1 : at + len(MOVES) - since]
             self._ahead = sum(len(self._new(self._changed(other, base))) for other in to_come)
             self._ahead += len(base.choices) + self._whole_plans
             if self._new(every):
                 self.say(move.words)
             found = self.evaluate(every, _near(base), to_win=True)
             since = 0 if self._go_on_from(found) else since + 1
-            if since == len(moves):
+            if since == len(MOVES):
                 return
 
     @property
@@ -573,7 +572,10 @@ class Search:
         acts_on = sum(time.expected.get(category, 0.0) for category in move.shortens)
         acts_on += nbytes * (solved.ms_of_a_byte * time.slowdown if solved else 0.0)
         if not base.fits or acts_on >= _WORTH * time.expected_ms:
-            yield from move.changes({**self.job.values, **base.keys}, self.job.facts)
+            now = {**self.job.values, **base.keys}
+            for change in move.changes(now, self.job.facts):
+                if not self.job.exact or effect_of(change, now) is Effect.NONE:
+                    yield change
 
     def _with(self, base: Tried, move: Move, change: Keys) -> Choices:
         """The choices of ``base`` and a change, without those that mean nothing beside it."""

@@ -24,12 +24,7 @@ import numpy as np
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpPolicy, parse_rules
 from titan_ext.base.messages import format_bytes
-from titan_ext.plan.block_graph import (
-    CHOICES,
-    BlockGraph,
-    Node,
-    blocks_on_device,
-)
+from titan_ext.plan.block_graph import CHOICES, BlockGraph, Node, blocks_on_device
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8

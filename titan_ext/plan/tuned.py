@@ -7,8 +7,9 @@ Nothing here searches or plans. ``plan.search.Search`` has all candidates and th
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from titan_ext.base.facts import Effect
 from titan_ext.base.messages import format_bytes
-from titan_ext.plan.moves import Effect
+from titan_ext.parallelize.keys import effect_of
 from titan_ext.plan.search import Plan, Search, Tried
 from titan_ext.plan.time import Category
 from titan_ext.toml.files import WORLD_SIZE, to_toml
@@ -58,7 +59,8 @@ def changes(search: Search) -> Iterator[tuple[Mapping[str, Any], str]]:
     for move in best.choices:
         mine = {key: keys.pop(key) for key in best.choices[move] if key in keys}
         if mine:
-            yield mine, f"{_saves(search, move)}: {move.words}; {move.effect}"
+            effect = effect_of(mine, search.job.values)
+            yield mine, f"{_saves(search, move)}: {move.words}; {effect}"
     if keys and solved is not None:
         held = format_bytes(solved.nbytes)
         recomputed_ms = solved.ms * best.planned.time.slowdown

@@ -17,10 +17,11 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
 from titan_ext.base.agreement import this_job
+from titan_ext.base.messages import Mistakes
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck, is_logged_or_saved
 from titan_ext.base.tensors import are_finite
 from titan_ext.components.hf_export import HuggingFaceExport
-from titan_ext.components.lora import check_lora_targets
+from titan_ext.components.lora import wrong_adapters
 from titan_ext.fsdp.units import param_groups
 from titan_ext.run.budget import ActivationBudget
 from titan_ext.run.checkpoints import Checkpoints
@@ -61,7 +62,7 @@ class LoRATargets(RunCheck):
 
     def before_start(self, config: Any) -> None:
         if config.model_spec is not None:
-            check_lora_targets(config.model_spec.model, config)
+            Mistakes(wrong_adapters(config.model_spec.model, config)).raise_all()
 
 
 class FiniteGradients(RunCheck):

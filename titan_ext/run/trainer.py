@@ -30,24 +30,19 @@ from titan_ext.activation_checkpoint.partition import check_backend
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import Mistakes, are_checked_later
 from titan_ext.base.run_check import RunCheck, world_size
-from titan_ext.base.stdlib_corpus import (
-    STDLIB_CORPUS,
-    default_tokenizer_path,
-    prepare_corpus,
-)
+from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, prepare_corpus
 from titan_ext.base.titan.data import data_facts, may_end, split_among_workers, together
 from titan_ext.base.titan.parallelism import ranks_without_data
-from titan_ext.components.early_scores import check_early_scores, with_early_scores
-from titan_ext.components.exchange_policy import changed_exchanges
+from titan_ext.components.early_scores import with_early_scores, wrong_early_scores
 from titan_ext.components.optim import OptimizersContainer, check_param_groups
 from titan_ext.components.overlap import runs_in_halves
 from titan_ext.components.validate import Validator
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.parallelize.keys import DebugConfig, ParallelismConfig
 from titan_ext.parallelize.limits import (
-    check_model_limits,
-    wrong_attention,
+    changed_exchanges,
     wrong_degrees,
+    wrong_model,
     wrong_together,
     wrong_validation,
     wrong_values,
@@ -115,50 +110,44 @@ class Trainer(TitanTrainer):
                 self.hf_assets_path = str(default_tokenizer_path())
             no_accelerator.adapt_config(self)
             self._leave_out_cuda_graphs()
-            compiled = compiles_model(self.compile)
             policy = self.activation_checkpoint
-            checks: list[Callable[[], object]] = [
-                lambda: self._check_keys(mistakes),
+            checks: list[Callable[[], Iterable[str] | None]] = [
+                self._wrong_keys,
                 super(Trainer.Config, self).__post_init__,  # Titan's, and those of a subclass of it
-                self._check_cuda_graphs,
-                self._check_exchanges,
+                self._wrong_with_graphs,
+                self._wrong_exchanges,
             ]
-            if isinstance(policy, FP8AC.Config) and compiled:
+            if isinstance(policy, FP8AC.Config) and compiles_model(self.compile):
                 checks.append(lambda: check_backend(self.compile.backend))
             if (spec := self.model_spec) is not None:
-                checks.append(lambda: check_model_limits(spec, self.parallelism, self.training))
-                checks.append(lambda: mistakes.extend(wrong_attention(self)))
-                checks.append(lambda: mistakes.extend(wrong_validation(self)))
+                checks.append(lambda: wrong_model(spec, self.parallelism, self.training))
+                checks.append(lambda: wrong_validation(self))
                 if isinstance(self.optimizer, OptimizersContainer.Config):
                     groups = self.optimizer
                     checks.append(lambda: check_param_groups(groups, spec.model, self.parallelism))
                 if isinstance(policy, FP8AC.Config):
                     blocks = len(getattr(spec.model, "layers", ()))
-                    checks.append(lambda: policy.check_exempt(blocks))
+                    checks.append(lambda: policy.wrong_exempt(blocks))
                 if getattr(policy, "score_before_last_gemm", False):
-                    checks.append(lambda: check_early_scores(spec))
+                    checks.append(lambda: wrong_early_scores(spec))
             for check in checks:
-                with mistakes.noting():
-                    check()
+                mistakes.note(check)
             mistakes.raise_all()
 
-        def _check_keys(self, mistakes: Mistakes) -> None:
+        def _wrong_keys(self) -> list[str]:
             if self.model_spec is None:
-                return
-            model = cast(Decoder.Config, self.model_spec.model)
-            settings = FSDPSettings.from_config(self.parallelism, self.training)
+                return []
             wrong = wrong_together(
-                settings,
+                FSDPSettings.from_config(self.parallelism, self.training),
                 self.parallelism,
                 compiled=compiles_model(self.compile),
-                model=model,
+                model=cast(Decoder.Config, self.model_spec.model),
                 ac_config=self.activation_checkpoint,
                 loss=self.loss,
             )
-            mistakes.extend(wrong)
-            if not wrong:
-                policy = self.activation_checkpoint
-                check_names(model, settings, self.parallelism, policy)
+            if not (found := list(wrong)):
+                check_names(self)
+            return found
 
         def check_layout_of_graphs(self) -> None:
             """Raise ValueError if there are to be CUDA graphs that the layout forbids."""
@@ -184,35 +173,30 @@ class Trainer(TitanTrainer):
                 why = str(error).partition(". ")[0]
                 logger.info(f"training.disable_cuda_graphs is true: {why}.")
 
-        def _check_exchanges(self) -> None:
+        def _wrong_exchanges(self) -> Iterator[str]:
             for key, value in changed_exchanges(self.parallelism).items():
                 if self.debug.spmd_typechecking:
-                    raise ValueError(
+                    yield (
                         f'parallelism.{key} = "{value}" does not go with debug.spmd_typechecking = '
                         "true: the checker has no rule for an exchange in two steps."
                     )
 
-        def _check_cuda_graphs(self) -> None:
+        def _wrong_with_graphs(self) -> Iterator[str]:
             if self.training.disable_cuda_graphs:
                 return
             policy = self.activation_checkpoint
-            offloads = isinstance(policy, FP8AC.Config) and policy.offloads()
-            records = getattr(self.debug, "record_collectives", False)
-            for key, value, why in (
-                (
-                    "activation_checkpoint.op_policies: offload",
-                    offloads,
-                    "a capture ends where all its streams are joined, and nobody waits for the "
-                    "copies to the host of a pass's last two blocks",
-                ),
-                (
-                    "debug.record_collectives",
-                    records,
-                    "a replayed CUDA graph runs no hook, so the notes would end with its capture",
-                ),
-            ):
-                if value:
-                    raise ValueError(f"{key} needs training.disable_cuda_graphs = true: {why}.")
+            expected = "needs training.disable_cuda_graphs = true"
+            if isinstance(policy, FP8AC.Config) and policy.offloads():
+                yield (
+                    f"activation_checkpoint.op_policies: offload {expected}: a capture ends where "
+                    "all its streams are joined, and nobody waits for the copies to the host of a "
+                    "pass's last two blocks."
+                )
+            if getattr(self.debug, "record_collectives", False):
+                yield (
+                    f"debug.record_collectives {expected}: a replayed CUDA graph runs no hook, so "
+                    "the notes would end with its capture."
+                )
 
     def __init__(self, config: Config) -> None:
         Mistakes(wrong_degrees(config, world_size(config))).raise_all()

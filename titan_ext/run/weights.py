@@ -20,13 +20,7 @@ from torchtitan.trainer import Trainer
 
 from titan_ext.base.messages import and_more
 from titan_ext.base.run_check import RunCheck
-from titan_ext.components.hf_export import (
-    INDEX,
-    differences,
-    hf_weights,
-    is_whole,
-    stored_weights,
-)
+from titan_ext.components.hf_export import INDEX, differences, hf_weights, is_whole, stored_weights
 from titan_ext.fsdp.names import matches
 from titan_ext.run.checkpoints import STATES, checkpoint_to_load, is_inspected
 

@@ -34,11 +34,12 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
-from titan_ext.base.tensors import Layout, local_tensor, optimizer_states, plain_tensors
+from titan_ext.base.tensors import Sharding, local_tensor, optimizer_states, plain_tensors
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
 from titan_ext.fsdp.units import decoder_blocks, param_groups
+from titan_ext.parallelize.keys import FACTS
 from titan_ext.parallelize.limits import value_of
 from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_precision
 from titan_ext.run.trainer import Trainer
@@ -47,27 +48,8 @@ from titan_ext.verify.small import RESHARD, STEPS, SmallJob, resumes, set_key
 from titan_ext.verify.tape import Replayed
 
 POLICY = "activation_checkpoint.policy"
-COMPILE = "compile.enable"
-FLOAT8 = {
-    "parallelism.exchange_dtype": None,
-    "parallelism.fsdp_float8_all_gather": "none",
-}
-"""Keys that send float8, and values that do not. An exact arm has them, with an exact codec."""
-NARROW = {
-    "parallelism.fsdp_expert_reduce_scatter": None,
-    "parallelism.fsdp_quantize_frozen": [],
-}
-"""Keys that send or hold fewer bits by another way, and their exact values."""
-ROUNDS = {
-    "parallelism.overlap_exchanges": "shared_experts",
-    "parallelism.exchange_rows": "expert",
-    "parallelism.fsdp_replicate": [],  # one all-reduce, whose order of ranks is the backend's
-    "activation_checkpoint.score_before_last_gemm": False,
-    COMPILE: False,  # compiled operations round elsewhere
-}
-"""Keys that change the order of sums, and values that do not."""
-
-
+_EXACTLY = {key: facts.off for key, facts in FACTS.items() if facts.narrow}
+"""Keys that have fewer bits without the codec, and exact values. Others have an exact codec."""
 _TORCH, _OURS = (Path(module.__file__).parent for module in (torch, titan_ext))
 _NO_MODEL = {"distributed", "optim", "optimizer", "torchao"}
 """Folders of torch and Titan, and a package, in which dtypes are those of the config."""
@@ -114,7 +96,7 @@ class Arm:
         config = copy.deepcopy(job.config)
         changes = dict(self.changes)
         if self.exact:
-            changes |= {key: value for key, value in NARROW.items() if key not in changes}
+            changes |= {key: value for key, value in _EXACTLY.items() if key not in changes}
         for key, value in changes.items():
             set_key(config, key, value)
         if self.fp32:
@@ -490,7 +472,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and isinstance(inner := local_tensor(tensor), NF4Tensor):
-        tensor = Layout.of(tensor).wrap(inner.get_original_weight())
+        tensor = Sharding.of(tensor).wrap(inner.get_original_weight())
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     parts = plain_tensors(tensor)
     return parts[0] if len(parts) == 1 else tensor

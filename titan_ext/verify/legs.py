@@ -18,18 +18,11 @@ import torch
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import compiles_model
+from titan_ext.base.facts import LOSSY, ROUNDING, KeyFacts
 from titan_ext.components.optim import MUON
+from titan_ext.parallelize.keys import COMPILE, FACTS
 from titan_ext.parallelize.limits import value_of
-from titan_ext.verify.arm import (
-    COMPILE,
-    FLOAT8,
-    NARROW,
-    POLICY,
-    ROUNDS,
-    Arm,
-    fill_model,
-    run_arm,
-)
+from titan_ext.verify.arm import POLICY, Arm, fill_model, run_arm
 from titan_ext.verify.judge import (
     DRAWS,
     Verdict,
@@ -47,23 +40,6 @@ from titan_ext.verify.ranks import Processes, RunError
 from titan_ext.verify.reference import Reference, Step
 from titan_ext.verify.small import STEPS, STEPS_OF_KEYS, Layout, SmallJob, in_other_layout
 from titan_ext.verify.tape import judge_replay
-
-_WITHOUT: dict[str, Any] = {
-    "parallelism.overlap_exchanges": "none",
-    "parallelism.exchange_rows": "expert",
-    "parallelism.save_all_to_all": "auto",
-    "parallelism.fsdp_wrap": "block",
-    "parallelism.fsdp_replicate": [],
-    "parallelism.fsdp_reshard_groups": {},
-    "parallelism.fsdp_reshard_after_forward": "default",
-    "parallelism.enable_sequence_parallel": True,
-    "activation_checkpoint.score_before_last_gemm": False,
-    "activation_checkpoint": None,
-    COMPILE: False,
-    **FLOAT8,
-    **NARROW,
-}
-"""Keys of which a fault may be, and their values without a feature."""
 
 
 class Trained(NamedTuple):
@@ -178,7 +154,7 @@ class Legs:
         off = {key for key, _ in choices.get("changes", ())}
         rounding = [key for key in rounding_keys(config) if key not in off]
         lossy = [key for key in lossy_keys(config) if not {key, key.partition(".")[0]} & off]
-        neutral = tuple((key, ROUNDS[key]) for key in rounding)
+        neutral = tuple((key, (*FACTS[key].same, FACTS[key].off)[0]) for key in rounding)
         # A loss that is compiled alone is compiled in both; the first comparison judges it.
         plain = ((COMPILE, False),) if compiles_model(config.compile) or COMPILE in off else ()
         own = Arm(fp32=False, **choices)
@@ -232,9 +208,9 @@ class Legs:
 
     def other_values(self) -> Iterator[tuple[str, Any]]:
         """Keys that may be to blame, each with a value that leaves their feature out."""
-        for key, value in _WITHOUT.items():
-            if value_of(self.job.config, key) not in (None, value):
-                yield key, value
+        for key, facts in FACTS.items():
+            if facts.is_on(value_of(self.job.config, key)):
+                yield key, facts.off
 
     def blame(self, leg: str, verdict: Verdict) -> Blame:
         """Find the fewest keys with which ``leg``, whose ``verdict`` is WRONG, still is.
@@ -319,19 +295,23 @@ def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
 
 def rounding_keys(config: Any) -> list[str]:
     """Keys of a config that change the order of sums; Titan's own loss may be compiled."""
-    values = {key: value_of(config, key) for key in ROUNDS}
-    values[COMPILE] = compiles_model(config.compile)
-    return [key for key, value in values.items() if value not in (None, "none", ROUNDS[key])]
+    found = _keys_that_change(config, lambda facts: facts.effect is ROUNDING and not facts.narrow)
+    return [key for key in found if key != COMPILE or compiles_model(config.compile)]
 
 
 def lossy_keys(config: Any) -> list[str]:
     """Keys of a config with which it keeps or sends fewer bits."""
-    exact = FLOAT8 | NARROW
-    found = [key for key, value in exact.items() if value_of(config, key) not in (None, value)]
+    found = _keys_that_change(config, lambda facts: facts.effect is LOSSY or facts.narrow)
     policy = config.activation_checkpoint
     if isinstance(policy, FP8AC.Config) and policy.wants_float8():
         found.append(POLICY)
     return found
+
+
+def _keys_that_change(config: Any, wanted: Callable[[KeyFacts], bool]) -> list[str]:
+    """Keys of a config whose values change results, of those whose facts are ``wanted``."""
+    values = ((key, facts, value_of(config, key)) for key, facts in FACTS.items() if wanted(facts))
+    return [k for k, facts, value in values if facts.is_on(value) and not facts.is_same(value)]
 
 
 def _check_routing(job: SmallJob, loads: Mapping[str, torch.Tensor]) -> None:

@@ -18,28 +18,27 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from fnmatch import fnmatch
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 from torchtitan.protocols.model_spec import ModelSpec
 
-from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.messages import Mistakes, did_you_mean
 from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan import batch
+from titan_ext.base.titan.parallelism import DEGREES
 from titan_ext.fsdp.plan import FSDPPlan, ShardSizes
 from titan_ext.fsdp.prefetch import parse_prefetch_limit
 from titan_ext.fsdp.settings import PREFETCH
 from titan_ext.parallelize.limits import value_of, wrong_degrees
 from titan_ext.parallelize.model_spec import extend_model_spec
-from titan_ext.parallelize.recipe import Recipe, resolve
+from titan_ext.parallelize.recipe import resolve_config
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
 from titan_ext.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
@@ -59,7 +58,7 @@ _WORLD, _MOST_RANKS = 8, 16
 """Processes that it takes willingly, and where a job has axes that need more."""
 _SIZES = (1, 2, 4, 8)
 _REPLICAS = (1, 2, 3, 4)
-_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+_AXES = tuple(axis for axis in DEGREES if axis != "ep")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
 _PER_KIND = 2
@@ -140,7 +139,7 @@ class Layout:
     @property
     def relations(self) -> tuple[Any, ...]:
         """The axes that there are, and how the experts' degree stands to the others."""
-        has = [getattr(self, axis) > 1 for axis in (*_AXES, "ep")]
+        has = [getattr(self, axis) > 1 for axis in DEGREES]
         both = self.ep > 1 and self.tp > 1
         beside_tp = (self.ep > self.tp) - (self.ep < self.tp) if both else 0
         return *has, beside_tp, self.ep == self.shards
@@ -151,7 +150,7 @@ class Layout:
 
     def dims(self, backend: Any) -> ParallelDims:
         """The degrees as Titan's object, without meshes."""
-        sizes: Any = {axis: getattr(self, axis) for axis in (*_AXES, "ep")}
+        sizes: Any = {axis: getattr(self, axis) for axis in DEGREES}
         return ParallelDims(**sizes, world_size=self.world, spmd_backend=backend)
 
     def __str__(self) -> str:
@@ -207,7 +206,7 @@ class SmallJob:
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
     """The layout of a trainer's config on ``ranks``, which its degrees divide."""
     dims = ParallelDims.from_config(config.parallelism, ranks)
-    return Layout(**{axis: getattr(dims, axis) for axis in (*_AXES, "ep")}, nodes=nodes)
+    return Layout(**{axis: getattr(dims, axis) for axis in DEGREES}, nodes=nodes)
 
 
 def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
@@ -239,7 +238,7 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
     found = [
         small
         for small in _layouts(sizes.values(), _SIZES, large.nodes)
-        if all(getattr(small, axis) <= getattr(large, axis) for axis in (*_AXES, "ep"))
+        if all(getattr(small, axis) <= getattr(large, axis) for axis in DEGREES)
         and small.relations == large.relations
     ]
     if not found:
@@ -544,12 +543,8 @@ _normal = functools.partial(torch.nn.init.normal_, std=0.02)
 
 def _set_degrees(config: Any, layout: Layout) -> None:
     keys = config.parallelism
-    keys.data_parallel_replicate_degree = layout.dp_replicate
-    keys.data_parallel_shard_degree = layout.dp_shard
-    keys.context_parallel_degree = layout.cp
-    keys.tensor_parallel_degree = layout.tp
-    keys.pipeline_parallel_degree = layout.pp
-    keys.expert_parallel_degree = layout.ep
+    for axis, key in DEGREES.items():
+        setattr(keys, key, getattr(layout, axis))
     half = max(layout.dp_shard // 2, 1)  # of the shards, where a key says a number of ranks
     if isinstance(value_of(config, RESHARD), int):
         set_key(config, RESHARD, half)
@@ -662,7 +657,7 @@ def in_other_layout(job: SmallJob) -> SmallJob | None:
             continue
         config = copy.deepcopy(job.config)
         _set_degrees(config, layout)
-        batch.set_sizes(config, batch=microbatch)
+        batch.set_batch(config, microbatch)
         with contextlib.suppress(ValueError):
             Mistakes(wrong_degrees(config, layout.world)).raise_all()
             replace(copy.deepcopy(config))  # checks its keys, and adapts attention in place
@@ -685,7 +680,7 @@ def other_layouts(layout: Layout) -> list[Layout]:
 
     def preference(other: Layout) -> tuple[Any, ...]:
         are_whole = layout.ep > 1 and other.ep == 1
-        alike = sum(getattr(other, axis) == getattr(layout, axis) for axis in (*_AXES, "ep"))
+        alike = sum(getattr(other, axis) == getattr(layout, axis) for axis in DEGREES)
         return other.world == 1, are_whole, other.world, alike, -other.dp_shard
 
     return sorted(found, key=preference)
@@ -695,20 +690,8 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
     """Decisions of a job's recipe that may depend on its size, by key, in words."""
     config = copy.deepcopy(config)
     run_on_a_cpu(config, drops=True)  # some dispatchers ask for a GPU as they are built
-    with torch.device("meta"):
-        model = cast(Decoder, config.model_spec.model.build())
-    policy = config.activation_checkpoint
-    if isinstance(policy, FP8AC.Config):  # a run solves and builds these, before its recipe
-        policy = replace(policy, budget="", score_before_last_gemm=False)
-    recipe: Recipe = resolve(
-        model,
-        parallel_dims=layout.dims(config.parallelism.spmd_backend),
-        nodes=layout.nodes,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=policy,
-    )
+    backend = config.parallelism.spmd_backend
+    recipe = resolve_config(config, layout.dims(backend), layout.nodes)
     plan, exchanges = recipe.fsdp, recipe.exchanges
     norms = {unit.name for unit in plan.units if unit.kind_name == "norm"}  # comes with the head
     ahead = max(len({*unit.forward_prefetch} - norms) for unit in plan.units)

@@ -4,18 +4,14 @@
 A pass is one forward and backward of a data-parallel rank, with all microbatches of a pipeline.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-BATCH_KEYS = {
-    "training": {"local_batch_size": False, "global_batch_size": True, "seq_len": False},
-    "parallelism": {"pipeline_parallel_microbatch_size": False},
-}
-"""The keys that count a batch, by section, and whether -1 means "as many as there are"."""
 
 SEQUENCE = "training.seq_len"
 """Dotted key of the tokens of a sequence."""
 LOCAL_BATCH, GLOBAL_BATCH = "training.local_batch_size", "training.global_batch_size"
-"""Dotted keys of a rank's batch and of a step's, both in sequences."""
+MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
+"""Dotted keys of a rank's batch, of a step's and of a pipeline's microbatch, in sequences."""
 
 
 def tokens_of_microbatch(training: Any, parallelism: Any = None) -> tuple[int, int]:
@@ -36,16 +32,15 @@ def microbatches_of_pass(training: Any, parallelism: Any) -> int:
     return training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
 
 
-def wrong_global_batch(config: Any, ranks: int) -> str:
-    """The mistake in the batch of a step on so many data-parallel ranks; "" if there is none."""
+def wrong_global_batch(config: Any, ranks: int) -> Iterator[str]:
+    """A message for the batch of a step that so many data-parallel ranks cannot have."""
     training = config.training
     total, local = training.global_batch_size, training.local_batch_size
-    if total <= 0 or total % (local * ranks) == 0:
-        return ""
-    return (
-        f"{GLOBAL_BATCH} is {total}; expected a multiple of {local * ranks}: {LOCAL_BATCH} "
-        f"{local} x {ranks} data-parallel ranks."
-    )
+    if total > 0 and total % (local * ranks):
+        yield (
+            f"{GLOBAL_BATCH} is {total}; expected a multiple of {local * ranks}: {LOCAL_BATCH} "
+            f"{local} x {ranks} data-parallel ranks."
+        )
 
 
 def sequences_of_rank(training: Any) -> int:
@@ -91,9 +86,6 @@ def make_small(
     return Samples(training.seq_len, microbatch, training.global_batch_size, passes, data_ranks)
 
 
-def set_sizes(config: Any, *, batch: int | None = None, step: int | None = None) -> None:
-    """Give a data-parallel rank's batch, or a step of all ranks, so many sequences, in place."""
-    if batch is not None:
-        config.training.local_batch_size = batch
-    if step is not None:
-        config.training.global_batch_size = step
+def set_batch(config: Any, sequences: int) -> None:
+    """Give a data-parallel rank's batch so many sequences, in place."""
+    config.training.local_batch_size = sequences

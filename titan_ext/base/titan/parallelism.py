@@ -19,6 +19,15 @@ from torchtitan.distributed.utils import dist_sum
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.module import Module
 
+DEGREES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "ep": "expert_parallel_degree",
+}
+"""Keys of degrees by axis, as ``ParallelDims`` has it."""
 EXPERT_SHARDS = "efsdp"
 """The axis of ``experts_mesh`` over which FSDP shards routed experts."""
 
