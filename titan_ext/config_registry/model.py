@@ -169,7 +169,8 @@ def choose_model(
     if base.call and arguments != base.call.arguments:
         at_model = given[-1].at if given else at.below(MODEL)
         values["model_spec"] = _remade(base, arguments, at_model)
-    for index, converter in enumerate(arguments.get("converters") or ()):
+    # A config function of Titan's names targets that its model lacks; Titan warns of them.
+    for index, converter in enumerate((given and arguments.get("converters")) or ()):
         for problem in wrong_targets(values["model_spec"].model, converter):
             raise at.below(f"{MODEL}.converters.{index}.target_modules").error(problem)
     if isinstance(spec.model, Decoder.Config):
