@@ -13,14 +13,15 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, placement_types
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -92,6 +93,7 @@ class Arm:
             keys do not have.
         changes: Keys that differ from the job's.
         seed: Of weights and tokens.
+        masks: With the masks of the job's attention, in fp32.
         steps: How many it trains: a fault that is in the first needs no second.
         graphs: "replayed" as CUDA graphs would; "python" as they are held against; "" without them.
     """
@@ -102,6 +104,7 @@ class Arm:
     table: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
+    masks: bool = True
     steps: int = STEPS
     graphs: str = ""
 
@@ -125,7 +128,7 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
-        if self.fp32 or job.large_layout.cp > 1:
+        if self.keeps_masks(job):
             no_accelerator.keep_masks(config.model_spec, documents=documents)
         no_accelerator.adapt_config(config)
         if self.stock:
@@ -135,6 +138,10 @@ class Arm:
             as_stock(config)
         run_on_a_cpu(config, drops=bool(self.graphs))
         return config
+
+    def keeps_masks(self, job: SmallJob) -> bool:
+        """True if attention has the job's own masks, which context parallelism needs."""
+        return (self.fp32 and self.masks) or job.large_layout.cp > 1
 
     def saves(self, job: SmallJob) -> bool:
         """True if this arm ends with a checkpoint from which a job goes on."""
@@ -388,7 +395,7 @@ class _Watched:
     def keep(self, step: int, tensors: dict[str, torch.Tensor], *, grads: bool) -> None:
         """Write ``tensors`` and those of the model, and what the optimizer knows at a save.
 
-        Ranks call it together; of those of a stage one writes.
+        Ranks call it together. Each writes its shards; of those of a stage one writes the rest.
         """
         found: dict[str, torch.Tensor | None] = {}
         for part in self.parts:
@@ -404,15 +411,17 @@ class _Watched:
                     tensors[f"buffer:{canonical_fqn(name)}.{_DISPATCHER}.rows"] = rows.clone()
         if step == STEPS and self.arm.saves(self.job):
             found |= self._states()
-        keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
+        writes, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
+        kept: dict[str, Any] = dict(tensors) if writes else {}
         for name, tensor in found.items():
             if tensor is not None:
-                full = whole(tensor)
-                digests[f"{name} of step {step}"] = _digest(full)
-                if keeps:
-                    tensors[name] = full.clone()
-        if keeps:
-            torch.save(tensors, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
+                shard = Shard.of(tensor)
+                digests[f"{name} of step {step}", shard.start] = _digest(shard.values)
+                if shard.is_part and shard.is_first:
+                    kept[name] = shard.values.clone(), shard.start, tuple(tensor.shape)
+                elif writes and not shard.is_part:
+                    kept[name] = shard.values.clone()
+        torch.save(kept, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
 
     def _states(self) -> dict[str, torch.Tensor]:
         """The optimizer's states and rates, by name of parameter, and those of the schedule."""
@@ -482,6 +491,32 @@ def _is_writer(dims: ParallelDims) -> bool:
     return dist.get_rank() % per_stage == 0
 
 
+class Shard(NamedTuple):
+    """A rank's part of a tensor, where it begins in the whole one, and if no earlier rank has it.
+
+    Of a tensor that is not in plain shards, such as those of FSDP over TP, it is the whole.
+    """
+
+    values: torch.Tensor
+    start: tuple[int, ...] = ()
+    is_part: bool = False
+    is_first: bool = True
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Shard":
+        """Ranks call it together."""
+        places = tensor.placements if isinstance(tensor, DTensor) else ()
+        if not all(type(place) in (placement_types.Shard, Replicate) for place in places):
+            tensor, places = whole(tensor), ()
+        if not isinstance(tensor, DTensor):
+            return cls(whole(tensor))
+        mesh = tensor.device_mesh
+        _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, places)
+        at = zip(mesh.get_coordinate() or (), places, strict=True)
+        is_first = not any(index for index, place in at if place.is_replicate())
+        return cls(whole(local_tensor(tensor)), tuple(start), True, is_first)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor of a sharded one, without its graph; ranks call it together.
 
@@ -492,6 +527,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor) and isinstance(inner := local_tensor(tensor), NF4Tensor):
         tensor = Layout.of(tensor).wrap(inner.get_original_weight())
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, NF4Tensor):
+        return tensor.get_original_weight()
     parts = plain_tensors(tensor)
     return parts[0] if len(parts) == 1 else tensor
 

@@ -147,10 +147,18 @@ def distance(found: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
 
 
 def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The whole tensors that the ranks of an arm left of a step, of all pipeline stages."""
+    """The whole tensors of which the ranks of an arm left shards, of all pipeline stages."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob(f"step{step}_rank*.pt")):
-        tensors |= torch.load(file, weights_only=True)
+        for name, kept in torch.load(file, weights_only=True).items():
+            if isinstance(kept, torch.Tensor):
+                tensors[name] = kept
+                continue
+            values, start, shape = kept
+            if name not in tensors:  # what no rank has is no number
+                tensors[name] = values.new_full(shape, float("nan"))
+            at = (slice(a, a + size) for a, size in zip(start, values.shape, strict=True))
+            tensors[name][*at] = values
     assert tensors, f"no rank left tensors of step {step} in {folder}"
     return tensors
 
