@@ -114,24 +114,24 @@ def test_the_other_two_comparisons():
     ):
         verdict = Verdict()
         lost = _found(RIGHT * factor, **{"grad:small": RIGHT[:3] * 1e-3 * of_small})
-        judge_lossy(verdict, lost, small)
+        judge_lossy(verdict, lost, small, small, lambda: small)
         assert [each.name for each in verdict.wrong.get("lossy", ())] == wrong
 
 
 @pytest.mark.parametrize(
     ("off", "stock_off", "is_right"),
-    [(0.4, None, True), (0.6, None, False), (0.6, 0.1, False), (0.6, 0.2, True), (0.95, 1, False)],
+    [(0.4, 0.1, True), (0.6, 0.1, False), (0.6, 0.2, True), (0.95, 1, False)],
 )
 def test_more_may_be_lost_where_rounding_alone_changes_much(
-    off: float, stock_off: float | None, is_right: bool
+    off: float, stock_off: float, is_right: bool
 ):
+    """The gradients in fp32 take a forward of their own, which few need."""
     other = RIGHT.square() * RIGHT.norm() / RIGHT.square().norm()  # at a right angle
-    of_stock = []
-    if stock_off is not None:
-        of_stock = [_found(RIGHT + stock_off * other), _found(RIGHT)]
+    stock, fp32 = _found(RIGHT + stock_off * other), unittest.mock.Mock(return_value=_found(RIGHT))
     verdict = Verdict()
-    judge_lossy(verdict, _found(RIGHT + off * other), _found(RIGHT), *of_stock)
+    judge_lossy(verdict, _found(RIGHT + off * other), _found(RIGHT), stock, fp32)
     assert verdict.is_right == is_right
+    assert fp32.called == (off > 0.5)
 
 
 def test_what_was_loaded_is_what_was_saved():
@@ -157,7 +157,7 @@ def test_what_only_one_arm_has_is_wrong():
         judge_equal(verdict, found, right)
         assert [wrong.name for wrong in verdict.wrong["grads"]] == [name]
     verdict = Verdict()
-    judge_lossy(verdict, one, other)
+    judge_lossy(verdict, one, other, other, dict)
     assert [wrong.name for wrong in verdict.wrong["lossy"]] == ["v (missing)"]
 
 
@@ -321,9 +321,7 @@ def test_keys_are_compared_by_what_they_do(
         (POLICY, 0, True, False),  # all exactly
     ],
 )
-def test_lossy_keys_do_something_and_more_is_asked_where_much_is_lost(
-    key: str, engaged: int, keeps: bool, is_refused: bool
-):
+def test_lossy_keys_do_something(key: str, engaged: int, keeps: bool, is_refused: bool):
     from titan_ext.activation_checkpoint import FP8AC
     from titan_ext.config_registry.resolve import resolve
 
@@ -334,7 +332,7 @@ def test_lossy_keys_do_something_and_more_is_asked_where_much_is_lost(
 
     def judge(call: Any) -> list[Verdict]:
         calls.append([each for each in call[1] if each[0] == "lossy"])
-        return [Verdict({"lossy": [Wrong("w", 0.6)]} if len(calls) == 1 else {})]
+        return [Verdict()]
 
     calls: list[Any] = []
     config: Any = resolve("moe_debug.toml").config
@@ -351,7 +349,7 @@ def test_lossy_keys_do_something_and_more_is_asked_where_much_is_lost(
         return
     assert told.keys().is_right
     ours, stock = Path("ours"), Path("stock")
-    assert calls == [[("lossy", 1, ours, ours)], [("lossy", 1, ours, ours, stock)]]
+    assert calls == [[("lossy", 1, ours, ours, stock)]]
 
 
 @pytest.mark.parametrize(

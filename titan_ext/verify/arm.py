@@ -13,14 +13,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor import DTensor, Replicate, placement_types
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import NF4Tensor
@@ -35,7 +35,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
-from titan_ext.base.tensors import Layout, local_tensor, optimizer_states, plain_tensors
+from titan_ext.base.tensors import local_tensor, optimizer_states, plain_tensors, wrapping
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -411,16 +411,15 @@ class _Watched:
                     tensors[f"buffer:{canonical_fqn(name)}.{_DISPATCHER}.rows"] = rows.clone()
         if step == STEPS and self.arm.saves(self.job):
             found |= self._states()
-        writes, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
-        kept: dict[str, Any] = dict(tensors) if writes else {}
+        digests = self.kept.setdefault("digests", {})
+        writes = dist.get_rank() % (dist.get_world_size() // _dims[0].pp) == 0  # one of a stage
+        kept: dict[str, Any] = {**tensors} if writes else {}
         for name, tensor in found.items():
             if tensor is not None:
-                shard = Shard.of(tensor)
-                digests[f"{name} of step {step}", shard.start] = _digest(shard.values)
-                if shard.is_part and shard.is_first:
-                    kept[name] = shard.values.clone(), shard.start, tuple(tensor.shape)
-                elif writes and not shard.is_part:
-                    kept[name] = shard.values.clone()
+                values, start, is_first = shard_of(tensor, writes)
+                digests[f"{name} of step {step}", start] = _digest(values)
+                if is_first:
+                    kept[name] = values.clone(), start, tuple(tensor.shape)
         torch.save(kept, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
 
     def _states(self) -> dict[str, torch.Tensor]:
@@ -485,36 +484,22 @@ class StockTrainer(_Watched, TitanTrainer):
     """TorchTitan's own."""
 
 
-def _is_writer(dims: ParallelDims) -> bool:
-    """True for one rank of each pipeline stage, which has all of the stage's tensors."""
-    per_stage = dist.get_world_size() // dims.pp
-    return dist.get_rank() % per_stage == 0
+def shard_of(
+    tensor: torch.Tensor, is_first: bool
+) -> tuple[torch.Tensor, tuple[int, ...] | None, bool]:
+    """This rank's part of a tensor, where that begins, and if it is the first that has it.
 
-
-class Shard(NamedTuple):
-    """A rank's part of a tensor, where it begins in the whole one, and if no earlier rank has it.
-
-    Of a tensor that is not in plain shards, such as those of FSDP over TP, it is the whole.
+    Of a tensor without plain shards, such as one that FSDP shards over TP, it is all, and
+    ``is_first`` as given. Ranks call it together.
     """
-
-    values: torch.Tensor
-    start: tuple[int, ...] = ()
-    is_part: bool = False
-    is_first: bool = True
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Shard":
-        """Ranks call it together."""
-        places = tensor.placements if isinstance(tensor, DTensor) else ()
-        if not all(type(place) in (placement_types.Shard, Replicate) for place in places):
-            tensor, places = whole(tensor), ()
-        if not isinstance(tensor, DTensor):
-            return cls(whole(tensor))
-        mesh = tensor.device_mesh
-        _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, places)
-        at = zip(mesh.get_coordinate() or (), places, strict=True)
-        is_first = not any(index for index, place in at if place.is_replicate())
-        return cls(whole(local_tensor(tensor)), tuple(start), True, is_first)
+    places: Any = getattr(tensor, "placements", (None,))
+    if not all(type(place) in (Shard, Replicate) for place in places):
+        return whole(tensor), None, is_first
+    mesh = cast(DTensor, tensor).device_mesh
+    _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, places)
+    at = zip(mesh.get_coordinate() or (), places, strict=True)
+    is_first = not any(index for index, place in at if place.is_replicate())
+    return whole(local_tensor(tensor)), tuple(start), is_first
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -524,11 +509,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     one in NF4 is what it stands for.
     """
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor) and isinstance(inner := local_tensor(tensor), NF4Tensor):
-        tensor = Layout.of(tensor).wrap(inner.get_original_weight())
+    local = local_tensor(tensor)
+    if isinstance(local, NF4Tensor):
+        tensor = wrapping(tensor)(local.get_original_weight())
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    if isinstance(tensor, NF4Tensor):
-        return tensor.get_original_weight()
     parts = plain_tensors(tensor)
     return parts[0] if len(parts) == 1 else tensor
 

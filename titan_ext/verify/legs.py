@@ -110,6 +110,8 @@ class Legs:
             (self.folder / name).mkdir()
         self._judge = self._stack.enter_context(Processes(1, judge, self.folder / "judge"))
         world = self.job.layout.world
+        if self.job.config.compile.enable:
+            _compile_once()
         self._ranks = self._stack.enter_context(
             Processes(world, functools.partial(_train, self.job), self.folder / "ranks")
         )
@@ -202,14 +204,11 @@ class Legs:
                 if not (whole.seen["engaged"].get(key, 1) or keeps):
                     raise ValueError(f"{key} did nothing in the small copy.")
             if lossy:
-                calls.append(("lossy", 1, whole.folder, exact.folder))
+                calls.append(("lossy", 1, whole.folder, exact.folder, stock.folder))
             if both:
                 without = self._run(replace(own, exact=False, table=False))
                 calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
-        if "lossy" in verdict.wrong:  # with stock, by which it is then judged
-            calls = [(*each, stock.folder) if each[0] == "lossy" else each for each in calls]
-            (verdict,) = self._judge.call(("keys", calls))
         verdict.note_apart([name for arm in ours for name in arm.seen["apart"]])
         dtypes = ", ".join(f"{name} {dtype}" for name, dtype in ours[-1].seen["dtypes"].items())
         verdict.notes.append(f"{'dtypes':10}{dtypes}")
@@ -284,6 +283,13 @@ def apart(digests: Sequence[Mapping[Any, int]]) -> list[str]:
     return list(dict.fromkeys(key[0] for key in first if key in differ))
 
 
+def _compile_once() -> None:
+    """Set up what compiles, half a CPU second that forks then save; without threads of backward."""
+    with torch.no_grad():
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1))
+    torch._dynamo.reset()
+
+
 def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
     arm, folder, saved = call
@@ -307,7 +313,7 @@ def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
             if kind == "rounding":
                 judge_rounding(verdict, found, others[0], _in_fp32(job))
             elif kind == "lossy":
-                judge_lossy(verdict, found, *others, *([_in_fp32(job)] if others[1:] else []))
+                judge_lossy(verdict, found, others[0], others[1], lambda: _in_fp32(job))
             else:
                 verdict.step = step
                 judge_equal(verdict, found, *others)
