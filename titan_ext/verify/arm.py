@@ -93,7 +93,6 @@ class Arm:
             keys do not have.
         changes: Keys that differ from the job's.
         seed: Of weights and tokens.
-        masks: With the masks of the job's attention, in fp32.
         steps: How many it trains: a fault that is in the first needs no second.
         graphs: "replayed" as CUDA graphs would; "python" as they are held against; "" without them.
     """
@@ -104,15 +103,14 @@ class Arm:
     table: bool = True
     changes: tuple[tuple[str, Any], ...] = ()
     seed: int = 0
-    masks: bool = True
     steps: int = STEPS
     graphs: str = ""
 
-    def config_of(self, job: SmallJob, *, documents: bool = False) -> Any:
+    def config_of(self, job: SmallJob, *, masks: bool = True, documents: bool = False) -> Any:
         """The trainer's config of this arm; that of ``job`` stays as it is.
 
-        In fp32 attention has its masks, or ``documents`` in their place. Elsewhere the tables of
-        ``op_policies`` name the operations of plain attention.
+        In fp32 attention has its ``masks``, or ``documents`` in their place. Elsewhere the tables
+        of ``op_policies`` name the operations of plain attention.
         """
         config = copy.deepcopy(job.config)
         changes = dict(self.changes)
@@ -128,7 +126,7 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
-        if self.keeps_masks(job):
+        if (self.fp32 and masks) or job.large_layout.cp > 1:
             no_accelerator.keep_masks(config.model_spec, documents=documents)
         no_accelerator.adapt_config(config)
         if self.stock:
@@ -138,10 +136,6 @@ class Arm:
             as_stock(config)
         run_on_a_cpu(config, drops=bool(self.graphs))
         return config
-
-    def keeps_masks(self, job: SmallJob) -> bool:
-        """True if attention has the job's own masks, which context parallelism needs."""
-        return (self.fp32 and self.masks) or job.large_layout.cp > 1
 
     def saves(self, job: SmallJob) -> bool:
         """True if this arm ends with a checkpoint from which a job goes on."""

@@ -135,9 +135,8 @@ class Reference:
     model: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        arm = Arm(stock=True, seed=self.seed, masks=self.masks)
-        self._documents = arm.keeps_masks(self.job)
-        config = arm.config_of(self.job, documents=True)
+        arm = Arm(stock=True, seed=self.seed)
+        config = arm.config_of(self.job, masks=self.masks, documents=True)
         spec, backend = config.model_spec, "partial_dtensor"
         config.parallelism = ParallelismConfig(data_parallel_shard_degree=1, spmd_backend=backend)
         dist_utils.set_spmd_backend(backend)
@@ -191,7 +190,8 @@ class Reference:
         """Positions, and documents where the model's attention has masks."""
         attention = self.model.config.first_attention
         kind = no_accelerator.CausalAttention.Config
-        if not (self._documents and isinstance(attention and attention.inner_attention, kind)):
+        has_documents = self.masks or self.job.large_layout.cp > 1
+        if not (has_documents and isinstance(attention and attention.inner_attention, kind)):
             return {"positions": positions_BL}
         return {"positions": positions_BL, "attention_masks": (positions_BL == 0).cumsum(-1)}
 
