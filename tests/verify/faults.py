@@ -758,7 +758,7 @@ OF_COMPILED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "compiled float8 times two": (
         _in_ours(partition, "dequantize", lambda values: values * 2),
         "rounding",
-        "of the right one",
+        "layers.",  # several factors of two meet in the worst one
     ),
 }
 IN_THE_MODEL = ("a router detached in the model", "masks across documents")

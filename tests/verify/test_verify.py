@@ -637,6 +637,8 @@ def test_a_model_of_the_users_is_not_made_smaller():
     model = job.config.model_spec.model
     assert (len(model.layers), model.dim) == (6, 256)
     assert differences(job.decisions, decisions(job.config, job.layout)) == []
+    with pytest.raises(ValueError, match=r"^--model has 15,\d+ M parameters; expected at most"):
+        make_small(config, large, spec=model_registry("16B"))
 
 
 def test_a_small_layout_loses_no_axis():

@@ -64,7 +64,7 @@ from torch._utils import _get_available_device_type
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config import CommConfig, derive
 from torchtitan.distributed import utils as dist_utils
@@ -376,8 +376,11 @@ class PlainFlexAttention(_InPlainOps, FlexAttention):
         pass
 
     def _hides(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, masks: BlockMask) -> torch.Tensor:
-        batch, queries, keys = len(q_BLNH), q_BLNH.shape[1], k_BLNH.shape[1]
-        return ~create_mask(masks.mask_mod, batch, 1, queries, keys, q_BLNH.device)
+        # It is pointwise, as its kernel asks, so it takes all scores at once: Dynamo would trace
+        # the four vmaps of torch's create_mask in each block.
+        sizes = len(q_BLNH), 1, q_BLNH.shape[1], k_BLNH.shape[1]
+        at = [torch.arange(size, device=q_BLNH.device) for size in sizes]
+        return ~masks.mask_mod(*torch.meshgrid(*at, indexing="ij"))
 
 
 class PlainVarlenAttention(_InPlainOps, VarlenAttention):

@@ -20,7 +20,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -34,7 +35,7 @@ from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
-from titan_ext.base.tensors import Sharding, local_tensor, optimizer_states, plain_tensors
+from titan_ext.base.tensors import local_tensor, optimizer_states, plain_tensors, wrapping
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -87,11 +88,11 @@ class Arm:
     steps: int = STEPS
     graphs: str = ""
 
-    def config_of(self, job: SmallJob, *, documents: bool = False) -> Any:
+    def config_of(self, job: SmallJob, *, masks: bool = True, documents: bool = False) -> Any:
         """The trainer's config of this arm; that of ``job`` stays as it is.
 
-        In fp32 attention has its masks, or ``documents`` in their place. Elsewhere the tables of
-        ``op_policies`` name the operations of plain attention.
+        In fp32 attention has its ``masks``, or ``documents`` in their place. Elsewhere the tables
+        of ``op_policies`` name the operations of plain attention.
         """
         config = copy.deepcopy(job.config)
         changes = dict(self.changes)
@@ -107,7 +108,7 @@ class Arm:
             config.activation_checkpoint = self._checkpointing(policy)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
-        if self.fp32 or job.large_layout.cp > 1:
+        if (self.fp32 and masks) or job.large_layout.cp > 1:
             no_accelerator.keep_masks(config.model_spec, documents=documents)
         no_accelerator.adapt_config(config)
         if self.stock:
@@ -370,7 +371,7 @@ class _Watched:
     def keep(self, step: int, tensors: dict[str, torch.Tensor], *, grads: bool) -> None:
         """Write ``tensors`` and those of the model, and what the optimizer knows at a save.
 
-        Ranks call it together; of those of a stage one writes.
+        Ranks call it together. Each writes its shards; of those of a stage one writes the rest.
         """
         found: dict[str, torch.Tensor | None] = {}
         for part in self.parts:
@@ -386,15 +387,16 @@ class _Watched:
                     tensors[f"buffer:{canonical_fqn(name)}.{_DISPATCHER}.rows"] = rows.clone()
         if step == STEPS and self.arm.saves(self.job):
             found |= self._states()
-        keeps, digests = _is_writer(_dims[0]), self.kept.setdefault("digests", {})
+        digests = self.kept.setdefault("digests", {})
+        writes = dist.get_rank() % (dist.get_world_size() // _dims[0].pp) == 0  # one of a stage
+        kept: dict[str, Any] = {**tensors} if writes else {}
         for name, tensor in found.items():
             if tensor is not None:
-                full = whole(tensor)
-                digests[f"{name} of step {step}"] = _digest(full)
-                if keeps:
-                    tensors[name] = full.clone()
-        if keeps:
-            torch.save(tensors, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
+                values, start, is_first = shard_of(tensor, writes)
+                digests[f"{name} of step {step}", start] = _digest(values)
+                if is_first:
+                    kept[name] = values.clone(), start, tuple(tensor.shape)
+        torch.save(kept, self.folder / f"step{step}_rank{dist.get_rank()}.pt")
 
     def _states(self) -> dict[str, torch.Tensor]:
         """The optimizer's states and rates, by name of parameter, and those of the schedule."""
@@ -458,10 +460,22 @@ class StockTrainer(_Watched, TitanTrainer):
     """TorchTitan's own."""
 
 
-def _is_writer(dims: ParallelDims) -> bool:
-    """True for one rank of each pipeline stage, which has all of the stage's tensors."""
-    per_stage = dist.get_world_size() // dims.pp
-    return dist.get_rank() % per_stage == 0
+def shard_of(
+    tensor: torch.Tensor, is_first: bool
+) -> tuple[torch.Tensor, tuple[int, ...] | None, bool]:
+    """This rank's part of a tensor, where that begins, and if it is the first that has it.
+
+    Of a tensor without plain shards, such as one that FSDP shards over TP, it is all, and
+    ``is_first`` as given. Ranks call it together.
+    """
+    places: Any = getattr(tensor, "placements", (None,))
+    if not all(type(place) in (Shard, Replicate) for place in places):
+        return whole(tensor), None, is_first
+    mesh = cast(DTensor, tensor).device_mesh
+    _, start = compute_local_shape_and_global_offset(tensor.shape, mesh, places)
+    at = zip(mesh.get_coordinate() or (), places, strict=True)
+    is_first = not any(index for index, place in at if place.is_replicate())
+    return whole(local_tensor(tensor)), tuple(start), is_first
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -471,8 +485,9 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     one in NF4 is what it stands for.
     """
     tensor = tensor.detach()
-    if isinstance(tensor, DTensor) and isinstance(inner := local_tensor(tensor), NF4Tensor):
-        tensor = Sharding.of(tensor).wrap(inner.get_original_weight())
+    local = local_tensor(tensor)
+    if isinstance(local, NF4Tensor):
+        tensor = wrapping(tensor)(local.get_original_weight())
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     parts = plain_tensors(tensor)
     return parts[0] if len(parts) == 1 else tensor

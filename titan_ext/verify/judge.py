@@ -147,10 +147,18 @@ def distance(found: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
 
 
 def read_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The whole tensors that the ranks of an arm left of a step, of all pipeline stages."""
+    """The whole tensors of which the ranks of an arm left shards, of all pipeline stages."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob(f"step{step}_rank*.pt")):
-        tensors |= torch.load(file, weights_only=True)
+        for name, kept in torch.load(file, weights_only=True).items():
+            values, start, shape = kept if isinstance(kept, tuple) else (kept, None, ())
+            if start is None:
+                tensors[name] = values
+                continue
+            if name not in tensors:  # what no rank left is no number
+                tensors[name] = values.new_full(shape, float("nan"))
+            ends = map(sum, zip(start, values.shape, strict=True))
+            tensors[name][tuple(map(slice, start, ends))] = values
     assert tensors, f"no rank left tensors of step {step} in {folder}"
     return tensors
 
@@ -276,8 +284,8 @@ def judge_lossy(
     verdict: Verdict,
     found: Mapping[str, torch.Tensor],
     exact: Mapping[str, torch.Tensor],
-    stock: Mapping[str, torch.Tensor] | None = None,
-    fp32: Mapping[str, torch.Tensor] | None = None,
+    stock: Mapping[str, torch.Tensor],
+    fp32: Callable[[], Mapping[str, torch.Tensor]],
 ) -> None:
     """Hold gradients with fewer bits against those of the same arm without.
 
@@ -290,11 +298,11 @@ def judge_lossy(
         verdict.wrong["lossy"] = [Wrong(f"{name} (missing)", float("inf")) for name in lacking]
         return
     limit = MOST_LOST
-    if stock is not None and fp32 is not None:
-        own, _ = distance(*(_whole(of_kind(arm, "grad"), right) for arm in (stock, fp32)))
+    whole, whole_right = _whole(grads, right), _whole(right, right)
+    if not distance(whole, whole_right)[0] <= limit:
+        own, _ = distance(*(_whole(of_kind(arm, "grad"), right) for arm in (stock, fp32())))
         limit = max(limit, min(_OF_BF16 * own, _LIMIT))
         verdict.notes.append(f"{'':10}stock in the job's dtypes is {own:.2g} off from fp32")
-    whole, whole_right = _whole(grads, right), _whole(right, right)
     verdict.judge("lossy", "the whole gradient", whole, whole_right, limit)
     for name, grad in right.items():
         size, ratio = float(grad.norm()), float(grads[name].norm())

@@ -86,6 +86,8 @@ class Legs:
             (self.folder / name).mkdir()
         self._judge = self._stack.enter_context(Processes(1, judge, self.folder / "judge"))
         world = self.job.layout.world
+        if self.job.config.compile.enable:
+            _compile_once()
         self._ranks = self._stack.enter_context(
             Processes(world, functools.partial(_train, self.job), self.folder / "ranks")
         )
@@ -160,16 +162,14 @@ class Legs:
         own = Arm(fp32=False, **choices)
         with_table = not (rounding or lossy or own.changes)
         exact = self._run(replace(own, changes=(*own.changes, *neutral), table=with_table))
-        eager = Arm(stock=True, steps=own.steps, changes=plain)
-        stock = self._run(replace(eager, fp32=False))
+        stock = self._run(Arm(stock=True, fp32=False, steps=own.steps, changes=plain))
         ours = [exact]
         calls: list[Any] = [("equal", own.steps, exact.folder, stock.folder)]
         if rounding:
             # Of the first step: then the weights are not the same.
             exact = self._run(replace(own, table=False, steps=1))
-            right = self._run(replace(eager, steps=1))
             ours.append(exact)
-            calls.append(("rounding", 1, exact.folder, stock.folder, right.folder))
+            calls.append(("rounding", 1, exact.folder, stock.folder))
         has_table = not with_table and value_of(config, "activation_checkpoint.op_policies")
         if lossy or has_table:
             both = has_table and POLICY not in lossy  # else its first step is judged
@@ -180,16 +180,11 @@ class Legs:
                 if not (whole.seen["engaged"].get(key, 1) or keeps):
                     raise ValueError(f"{key} did nothing in the small copy.")
             if lossy:
-                calls.append(("lossy", 1, whole.folder, exact.folder))
+                calls.append(("lossy", 1, whole.folder, exact.folder, stock.folder))
             if both:
                 without = self._run(replace(own, exact=False, table=False))
                 calls.append(("equal", own.steps, whole.folder, without.folder))
         (verdict,) = self._judge.call(("keys", calls))
-        if "lossy" in verdict.wrong:  # with the two by which it is then judged
-            right = self._run(replace(eager, steps=1))
-            of_both = stock.folder, right.folder
-            calls = [(*each, *of_both) if each[0] == "lossy" else each for each in calls]
-            (verdict,) = self._judge.call(("keys", calls))
         verdict.note_apart([name for arm in ours for name in arm.seen["apart"]])
         dtypes = ", ".join(f"{name} {dtype}" for name, dtype in ours[-1].seen["dtypes"].items())
         verdict.notes.append(f"{'dtypes':10}{dtypes}")
@@ -251,14 +246,24 @@ class Legs:
         return done
 
 
-def apart(digests: Sequence[Mapping[str, int]]) -> list[str]:
-    """Names of tensors that are not the same on all ranks of those that have them."""
-    first: dict[str, int] = {}
+def apart(digests: Sequence[Mapping[Any, int]]) -> list[str]:
+    """Names of tensors that are not the same on all ranks of those that have them.
+
+    A key is a name, and where a shard begins.
+    """
+    first: dict[Any, int] = {}
     for of_rank in digests:
-        for name, digest in of_rank.items():
-            first.setdefault(name, digest)
-    differ = {n for of_rank in digests for n, digest in of_rank.items() if digest != first[n]}
-    return [name for name in first if name in differ]
+        for shard, digest in of_rank.items():
+            first.setdefault(shard, digest)
+    differ = {key for of_rank in digests for key, digest in of_rank.items() if digest != first[key]}
+    return list(dict.fromkeys(key[0] for key in first if key in differ))
+
+
+def _compile_once() -> None:
+    """Set up what compiles, half a CPU second that forks then save; without threads of backward."""
+    with torch.no_grad():
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1))
+    torch._dynamo.reset()
 
 
 def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
@@ -282,15 +287,21 @@ def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
                 break
             found, *others = (read_step(folder, step) for folder in folders)
             if kind == "rounding":
-                judge_rounding(verdict, found, *others)
+                judge_rounding(verdict, found, others[0], _in_fp32(job))
             elif kind == "lossy":
-                judge_lossy(verdict, found, *others)
+                judge_lossy(verdict, found, others[0], others[1], lambda: _in_fp32(job))
             else:
                 verdict.step = step
                 judge_equal(verdict, found, *others)
                 if verdict.is_right:
                     try_canary(functools.partial(judge_equal, right=others[0]), found, step)
     return verdict
+
+
+def _in_fp32(job: SmallJob) -> dict[str, torch.Tensor]:
+    """Gradients of the first step, with the attention that arms in the job's dtypes have."""
+    step = Reference(job, 0, torch.float32, masks=False).step(1)
+    return {f"grad:{name}": grad for name, grad in step.grads.items()}
 
 
 def rounding_keys(config: Any) -> list[str]:

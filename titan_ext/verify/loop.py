@@ -7,7 +7,7 @@ model, the loss and the batches, on ranks that exist. What judges is the same.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,14 +21,6 @@ from titan_ext.verify.judge import DRAWS, Verdict, judge_gradients
 from titan_ext.verify.reference import OneProcess
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-
-
-class _Gradients(NamedTuple):
-    """Gradients by name, and the smallest distance between a chosen expert and another."""
-
-    grads: dict[str, torch.Tensor]
-    gap: float
-    choices: list[torch.Tensor]
 
 
 def verify(
@@ -103,12 +95,12 @@ def _judge(
     backend = dist_utils.get_spmd_backend()
     dist_utils.set_spmd_backend("partial_dtensor")  # which asks for no meshes
     try:
-        right = _in_one_process(plain(), loss, batches, seed, torch.float64)
-        narrow = _in_one_process(plain(), loss, batches, seed, torch.float32, right.choices)
+        right, mode = _in_one_process(plain(), loss, batches, seed, torch.float64)
+        narrow, _ = _in_one_process(plain(), loss, batches, seed, torch.float32, mode.chosen)
     finally:
         dist_utils.set_spmd_backend(backend)
-    verdict = Verdict(gap=right.gap)
-    judge_gradients(verdict, found, right.grads, narrow.grads)
+    verdict = Verdict(gap=mode.gap)
+    judge_gradients(verdict, found, right, narrow)
     return verdict
 
 
@@ -119,10 +111,11 @@ def _in_one_process(
     seed: int,
     dtype: torch.dtype,
     choices: Sequence[torch.Tensor] = (),
-) -> _Gradients:
+) -> tuple[dict[str, torch.Tensor], OneProcess]:
+    """Gradients by name, and what they were computed in, which knows the choices of experts."""
     fill_model([model], seed, "balanced")
     for param in model.parameters():
         param.data = param.data.to(dtype)
     with OneProcess(list(choices)) as mode:
         torch.stack([loss(model, batch) for batch in batches]).sum().backward()
-    return _Gradients(gradients(model), mode.gap, mode.chosen)
+    return gradients(model), mode

@@ -113,24 +113,30 @@ def _one_by_one(
     rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **_: Any
 ) -> torch.Tensor:
     """The product of each expert's rows with its weights, ``(R, D) @ (E, D, F)``."""
-    ends = offs.tolist()
-    starts = [0, *ends[:-1]]
-    products = [rows[a:b] @ weights[e] for e, (a, b) in enumerate(zip(starts, ends, strict=True))]
-    rest = rows.new_zeros(len(rows) - ends[-1], weights.shape[-1])
-    return torch.cat([*products, rest])
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    # Not by index: the gradient of each part would be added to one of all.
+    *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+    products = [part @ weight for part, weight in zip(parts, weights.unbind(), strict=True)]
+    return torch.cat([*products, rest.new_zeros(len(rest), weights.shape[-1])])
 
 
 @dataclass
 class Reference:
-    """The model in one process."""
+    """The model in one process.
+
+    Attributes:
+        masks: Attention has documents; else it is that of an arm in the job's dtypes.
+    """
 
     job: SmallJob
     seed: int
     dtype: torch.dtype
+    masks: bool = True
     model: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        config = Arm(stock=True, seed=self.seed).config_of(self.job, documents=True)
+        arm = Arm(stock=True, seed=self.seed)
+        config = arm.config_of(self.job, masks=self.masks, documents=True)
         spec, backend = config.model_spec, "partial_dtensor"
         config.parallelism = ParallelismConfig(data_parallel_shard_degree=1, spmd_backend=backend)
         dist_utils.set_spmd_backend(backend)
@@ -184,7 +190,8 @@ class Reference:
         """Positions, and documents where the model's attention has masks."""
         attention = self.model.config.first_attention
         kind = no_accelerator.CausalAttention.Config
-        if not isinstance(attention and attention.inner_attention, kind):
+        has_documents = self.masks or self.job.large_layout.cp > 1
+        if not (has_documents and isinstance(attention and attention.inner_attention, kind)):
             return {"positions": positions_BL}
         return {"positions": positions_BL, "attention_masks": (positions_BL == 0).cumsum(-1)}
 

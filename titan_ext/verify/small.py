@@ -61,6 +61,8 @@ _REPLICAS = (1, 2, 3, 4)
 _AXES = tuple(axis for axis in DEGREES if axis != "ep")
 _EXPERTS = 4
 """Experts that remain, for each that a token goes to."""
+_MOST_PARAMETERS = 100_000_000
+"""Of a model of a user's."""
 _PER_KIND = 2
 """Blocks of a kind that remain, where there is room."""
 _CLIPPED, _NOT_CLIPPED = 0.1, 1e3
@@ -347,6 +349,12 @@ def make_small(
     clips = small.training.max_norm
     with torch.device("meta"):
         parameters = sum(p.numel() for p in model.build().parameters())
+    if spec is not None and parameters > _MOST_PARAMETERS:
+        raise ValueError(
+            f"--model has {parameters / 1e6:,.0f} M parameters; expected at most "
+            f"{_MOST_PARAMETERS / 1e6:.0f} M. It is not made smaller, and {layout.world} processes "
+            "of this machine train it again and again: try fewer words, blocks and experts."
+        )
     return SmallJob(
         config=small,
         large_config=config,
