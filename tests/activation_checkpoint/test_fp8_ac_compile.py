@@ -32,6 +32,7 @@ from torchtitan.distributed.activation_checkpoint import (
     SelectiveAC,
 )
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import GroupedExperts
 
 from tests.helpers.compiled_op_policies import EXACT, OP_POLICIES
 from tests.helpers.fp8_activations import CHOICES, ChecksItself, LooksUp, debug_model
@@ -556,8 +557,12 @@ def _pieces(edit: Callable[[nn.Module], Any] = lambda block: None) -> tuple[Deco
     return model, found
 
 
-def test_experts_are_compiled_once_whatever_arrives():
-    """No token, one, all of a batch: routing changes from step to step. Each piece is one graph."""
+@pytest.mark.parametrize("names", [(), ("x_RD", "num_tokens_per_expert_E")])
+def test_experts_are_compiled_once_whatever_arrives(names: tuple[str, ...]):
+    """No token, one, all of a batch: routing changes from step to step. Each piece is one graph.
+
+    Also where a user's layer gives them their inputs by ``names``.
+    """
     counters.clear()
     _, found = _pieces()
     (experts,) = (part.main for part in found if part.arrives)
@@ -565,7 +570,9 @@ def test_experts_are_compiled_once_whatever_arrives():
     for counts in ([0] * 8, [1] + [0] * 7, [0] * 7 + [384], [48] * 8, [3, 0, 1, 0, 0, 7, 0, 2]) * 4:
         torch.manual_seed(sum(counts))
         x_RD = torch.randn(sum(counts), D).bfloat16().requires_grad_()
-        out_RD = experts(x_RD, torch.tensor(counts))
+        inputs = x_RD, torch.tensor(counts)
+        by_name = dict(zip(names, inputs, strict=False))
+        out_RD = experts(**by_name) if names else experts(*inputs)
         out_RD.backward(torch.randn_like(out_RD))
         ends = torch.tensor(counts).cumsum(0).tolist()
         w1_EFD, w2_EDF, w3_EFD = weights
@@ -603,6 +610,25 @@ def test_a_piece_with_a_hook_inside_stays_eager(caplog: pytest.LogCaptureFixture
         f"layers.1.moe.router is not compiled: the forward hook {hook.__qualname__} on a Linear."
     ]
     assert counters["stats"]["unique_graphs"] == len({part.child for part in found}) - 1
+
+
+def test_experts_that_branch_on_their_rows_stay_eager(caplog: pytest.LogCaptureFixture):
+    """The compiler does not know how many tokens arrive, and calls that an error of the user's."""
+
+    def forward(self: Any, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        return GroupedExperts.forward(self, x_RD * 2 if len(x_RD) > 9 else x_RD, counts_E)
+
+    def edit(block: Any) -> None:
+        experts = block.moe.routed_experts.inner_experts
+        experts.__class__ = type("Users", (type(experts),), {"forward": forward})
+
+    model, _ = _pieces(edit)
+    experts: Any = model.get_submodule("layers.1.moe.routed_experts.inner_experts")
+    x_RD, counts_E = torch.randn(16, D).bfloat16(), torch.tensor([2] * 8)
+    with caplog.at_level("INFO"):
+        outs = [experts(x_RD, counts_E) for _ in range(2)]
+    assert all(torch.equal(out, forward(experts, x_RD, counts_E)) for out in outs)
+    assert caplog.text.count("inner_experts is not compiled: ") == 1
 
 
 class _TwoOutputs(nn.Module):
