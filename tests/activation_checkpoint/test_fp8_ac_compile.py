@@ -527,15 +527,20 @@ def test_what_stands_between_norm_and_attention_runs_there(edit: Callable[[nn.Mo
     assert (eager - compiled).norm() < 0.01 * eager.norm()
 
 
-def test_a_hook_that_comes_too_late_is_refused():
+@pytest.mark.parametrize(
+    ("name", "add", "hook"),
+    [
+        ("attention_norm", "register_forward_hook", "the forward hook .* on a RMSNorm"),
+        ("attention", "register_full_backward_hook", "a backward hook"),
+    ],
+)
+def test_a_hook_that_comes_too_late_is_refused(name: str, add: str, hook: str):
     model = debug_model(layers=1)
     policy = FP8AC(FP8AC.Config(preset="stock"))
     checkpoint_blocks(model, policy, plan_units(model, "submodule"), compiled=True)
     block = model.layers["0"]
-    block.get_submodule("attention_norm").register_forward_hook(lambda *_: None)
-    says = (
-        "layers.0: the forward hook .* on a RMSNorm was added .* attention_norm and attention are"
-    )
+    getattr(block.get_submodule(name), add)(lambda *_: None)
+    says = f"layers.0: {hook} was added .* attention_norm and attention are"
     with pytest.raises(ValueError, match=says):
         block(torch.randn(B, L, D).bfloat16(), None, None)
 

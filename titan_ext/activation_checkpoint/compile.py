@@ -306,11 +306,13 @@ class _PassThrough:
     part: CompiledPart
 
     def __call__(self, x: Any) -> Any:
-        if hook := next(filter(None, map(user_hook, self.part.modules.values())), ""):
+        modules = self.part.modules.values()
+        hook = next(filter(None, map(user_hook, modules)), "")
+        if hook or any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise ValueError(
-                f"{self.part.block_name}: {hook} was added after the model was parallelized, and "
-                f"{' and '.join(self.part.modules)} are compiled as one: it would see other "
-                "tensors. Expected to be added before, or compile.enable = false."
+                f"{self.part.block_name}: {hook or 'a backward hook'} was added after the model "
+                f"was parallelized, and {' and '.join(self.part.modules)} are compiled as one: it "
+                "would see other tensors. Expected to be added before, or compile.enable = false."
             )
         return x
 
