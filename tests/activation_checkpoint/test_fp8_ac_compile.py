@@ -465,9 +465,17 @@ def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
     assert worst_cosine(compiled, eager) > (0.9999 if wrap == "block" else 0.998)
 
 
-@pytest.mark.parametrize("wrap", ["submodule", "experts"])
-def test_a_plan_keeps_what_compiled_code_stores(wrap: Wrap):
-    """A dry run runs units and pieces without a compiler; within 2 % of the bytes."""
+@pytest.mark.parametrize(
+    ("config", "wrap", "off"),
+    [
+        (FP8AC.Config(preset="speed"), "submodule", 0.02),
+        (FP8AC.Config(preset="speed"), "experts", 0.02),
+        # It discards what backward reads, which is recomputed, and saves what nothing reads.
+        (OP_POLICIES, "submodule", 0.06),
+    ],
+)
+def test_a_plan_keeps_what_compiled_code_stores(config: FP8AC.Config, wrap: Wrap, off: float):
+    """A dry run runs units and pieces without a compiler."""
     live = LiveBytes([], [])
     held: dict[str, int] = {}
 
@@ -475,11 +483,11 @@ def test_a_plan_keeps_what_compiled_code_stores(wrap: Wrap):
         sizes = {event.storage: event.nbytes for event in live.events}  # the last is 0 at its end
         held[moment] = sum(sizes.values())
 
-    policies = [FP8AC(FP8AC.Config(preset="speed")) for _ in range(2)]
+    policies = [FP8AC(config) for _ in range(2)]
     with torch.compiler.set_stance("force_eager"), live:
         run(policies[0], wrap, at=note, lengths=(L,))
     planned = held["between"] - held["before"]
-    assert planned == pytest.approx(run(policies[1], wrap).nbytes, rel=0.02)
+    assert planned == pytest.approx(run(policies[1], wrap).nbytes, rel=off)
 
 
 def _reads_twice(block: Any, x_BLD: torch.Tensor, masks: Any, positions: Any) -> torch.Tensor:
