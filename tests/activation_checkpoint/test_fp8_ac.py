@@ -383,6 +383,7 @@ def test_exempt_layers_and_modules_are_exact():
     assert float8(Config(exempt=["layers.0"])) == {"layers.0": 0, "layers.1": 3, "layers.2": 3}
     assert float8(Config(exempt=["layers.2"])) == {"layers.0": 3, "layers.1": 3, "layers.2": 0}
     assert float8(Config(exempt=["layers.1.moe"])) == {"layers.0": 3, "layers.1": 1, "layers.2": 3}
+    assert float8(Config(exempt=["moe"])) == {"layers.0": 3, "layers.1": 1, "layers.2": 1}
 
 
 def test_fp32_copies_of_bf16_are_kept_as_bf16():

@@ -64,6 +64,7 @@ class EagerBlock:
         offload: Takes what a policy keeps on the host; None if none does.
         on_report: Called with the report of the first forward.
         inside: The module of the block that runs a part of it; "" for the block.
+        is_compiled: Whether a plan runs it in place of compiled code.
     """
 
     policies: BlockPolicies
@@ -73,6 +74,7 @@ class EagerBlock:
     on_report: Callable[[BlockMemoryReport], None]
     is_reported: bool = False
     inside: str = ""
+    is_compiled: bool = False
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         # The hooks that name operations belong to this block's modules, and would to the copy's.
@@ -303,11 +305,9 @@ class _Call:
         )
 
     def _refuse_discard(self, location: OpLocation, reader: str) -> None:
-        name = self._policies.name
-        rules = [
-            rule for rule in self._policies.recipe.user_rules if rule.policy is OpPolicy.DISCARD
-        ]
-        if any(rule.matches(location, name) for rule in rules):
+        name, rules = self._policies.name, self._policies.recipe.user_rules
+        discards = (r.matches(location, name) for r in rules if r.policy is OpPolicy.DISCARD)
+        if not self._owner.is_compiled and any(discards):  # a compiler recomputes what is read
             raise ValueError(
                 f"activation_checkpoint.op_policies: {location} of {name} cannot be discarded: "
                 f"{reader} reads it. Expected save, save_float8 or recompute."

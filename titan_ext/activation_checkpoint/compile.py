@@ -47,7 +47,7 @@ import torch._dynamo
 import torch.nn as nn
 from torch import fx
 from torch._dynamo.decorators import mark_unbacked
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import Unsupported, UserError
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops.effects import has_effects
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -188,10 +188,10 @@ class CompiledPart:
         before, main_forward = forwards[:position], forwards[position]
         after = forwards[position + 1 :]
 
-        def chain(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def chain(*args: Any, **kwargs: Any) -> Any:
             for forward in before:
-                x = forward(x)
-            x = main_forward(x, *args, **kwargs)
+                args = (forward(args[0]), *args[1:])
+            x = main_forward(*args, **kwargs)
             for forward in after:
                 x = forward(x)
             return x
@@ -254,8 +254,8 @@ class _Region:
         if part.arrives and not isinstance(part.main, ScoreOutputs):
             # A rank may get no row, or one: as a known size each of them would be compiled apart.
             # As many come back as were sent.
-            for x in (args[0], *kwargs.values()):
-                if isinstance(x, torch.Tensor):
+            for x in (*args[:1], *kwargs.values()):
+                if isinstance(x, torch.Tensor) and x.is_floating_point():  # not the counts
                     mark_unbacked(x, 0, shape_id=part.arrives)
         if self._is_checked or not part.is_piece:
             return self._forward(*args, **kwargs)
@@ -263,7 +263,7 @@ class _Region:
         why = part.stays_eager()
         try:
             return self._chain(*args, **kwargs) if why else self._forward(*args, **kwargs)
-        except Unsupported as error:  # before anything ran
+        except (Unsupported, UserError) as error:  # before anything ran
             why = str(error).partition("\n")[0]
             return self._chain(*args, **kwargs)
         finally:
@@ -306,11 +306,13 @@ class _PassThrough:
     part: CompiledPart
 
     def __call__(self, x: Any) -> Any:
-        if hook := next(filter(None, map(user_hook, self.part.modules.values())), ""):
+        modules = self.part.modules.values()
+        hook = next(filter(None, map(user_hook, modules)), "")
+        if hook or any(m._backward_hooks or m._backward_pre_hooks for m in modules):
             raise ValueError(
-                f"{self.part.block_name}: {hook} was added after the model was parallelized, and "
-                f"{' and '.join(self.part.modules)} are compiled as one: it would see other "
-                "tensors. Expected to be added before, or compile.enable = false."
+                f"{self.part.block_name}: {hook or 'a backward hook'} was added after the model "
+                f"was parallelized, and {' and '.join(self.part.modules)} are compiled as one: it "
+                "would see other tensors. Expected to be added before, or compile.enable = false."
             )
         return x
 

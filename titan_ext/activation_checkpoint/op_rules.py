@@ -207,8 +207,8 @@ def join(block: str, module: str) -> str:
 
 
 def is_exempt(exempt: Sequence[str], block: str, module: str) -> bool:
-    """True if ``module`` of ``block`` matches one of the globs ``exempt``."""
-    return any(matches(join(block, module), pattern) for pattern in exempt)
+    """True if ``module`` of ``block`` matches one of ``exempt``, by its name in it or the model."""
+    return any(matches(name, p) for name in (module, join(block, module)) for p in exempt)
 
 
 class Budget(NamedTuple):

@@ -259,6 +259,7 @@ class FP8AC(ActivationCheckpointing):
             "locator": locator,
             "offload": self._offload,
             "on_report": self._take_report,
+            "is_compiled": self.memory_report.is_compiled,
             "is_reported": self.memory_report.is_compiled,
             "inside": inside,
         }
