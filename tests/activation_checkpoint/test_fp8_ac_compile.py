@@ -1,6 +1,9 @@
 """Policies in compiled code: what is saved how, what runs again, and what gradients come of it."""
 
+import contextlib
 import functools
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -100,6 +103,7 @@ def run(
     *,
     backend: str | None = "aot_eager",
     kernels: bool = True,
+    counts: bool = True,
     layers: int = 2,
     lengths: tuple[int, ...] = (L, L),
     at: Callable[[str], None] = lambda moment: None,
@@ -108,7 +112,7 @@ def run(
     """Forward and backward of a dense and MoE blocks, for each length; None: eager.
 
     ``at`` is called where another module could run: before, between, and after them. ``edit`` may
-    change each block as it was built.
+    change each block as it was built. Hooks for saved tensors are there only where it ``counts``.
     """
     model = debug_model(layers=layers)
     for block in model.layers.values():
@@ -134,7 +138,8 @@ def run(
         with profiler:
             at("before")
             h_BLD = x_BLD
-            with torch.autograd.graph.saved_tensors_hooks(_count_into(waiting, model), _same):
+            count = torch.autograd.graph.saved_tensors_hooks(_count_into(waiting, model), _same)
+            with count if counts else contextlib.nullcontext():
                 for block in model.layers.values():
                     h_BLD = block(h_BLD, None, None)
             at("between")
@@ -685,6 +690,40 @@ def test_pieces_have_the_gradients_of_eager_blocks(
     assert pieces.graphs == 6
     assert 1 - worst_cosine(pieces, eager) < most
     assert pieces.operations["aten::_grouped_mm"] <= eager.operations["aten::_grouped_mm"]
+
+
+@pytest.mark.parametrize("keeps", ["", "a hook writes to it", "a norm of the user's"])
+def test_what_a_norm_returns_is_made_again(keeps: str):
+    """Or kept, where that might make something else, and under hooks of the caller's.
+
+    Gradients are the same bits.
+    """
+    made: list[weakref.ref] = []
+    kept: list[bool] = []
+
+    def note(module: nn.Module, inputs: Any, out: torch.Tensor) -> None:
+        made.append(weakref.ref(out.untyped_storage()))
+        if keeps == "a hook writes to it":
+            out.mul_(2)
+
+    def look(moment: str) -> None:
+        gc.collect()
+        kept.append(made[-1]() is not None if made else False)
+
+    def edit(block: nn.Module) -> None:
+        norm = block.get_submodule("ffn_norm")
+        norm.register_forward_hook(note)
+        if keeps == "a norm of the user's":
+            norm.__class__ = type("Users", (type(norm),), {})
+
+    outcomes = []
+    for counts in (True, False):
+        policy = SelectiveAC(SelectiveAC.Config())
+        outcomes.append(run(policy, "experts", counts=counts, at=look, edit=edit, lengths=(L,)))
+    assert kept[1::3] == [True, keeps != ""]  # between forward and backward
+    assert worst_cosine(*outcomes) == pytest.approx(1, abs=1e-12)
+    for name, grad in outcomes[0].gradients.items():
+        assert torch.equal(grad, outcomes[1].gradients[name]), name
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_budget_is_refused(options, message, capsys):
 def test_a_step_of_the_debug_model_leaves_no_trace(folder: Path):
     """Nor does anything that a new process imports say a word."""
     command = [sys.executable, "-m", "titan_ext", "dry-run", "moe_debug.toml", "--ranks", "64"]
-    command += ["--machine", "h100", "activation_checkpoint:fp8"]
+    command += ["--machine", "h100", "--parallelism.fsdp_wrap", "auto", "activation_checkpoint:fp8"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert (run.returncode, without_phases(run.stderr)) == (0, "")

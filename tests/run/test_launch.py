@@ -19,7 +19,7 @@ _SMALL += "--checkpoint.no-enable --debug.seed 42"
 
 def test_toml_with_flags_that_win(tmp_path: Path):
     """The file is in no folder of these. No torchrun runs: test_make_train.py has it."""
-    flags = f"{_SMALL} --dump_folder {tmp_path}"
+    flags = f"{_SMALL} --dump_folder {tmp_path} --parallelism.fsdp_wrap auto"
     train = "torchrun --nproc_per_node=2 -m torchtitan.train --module titan_ext --config"
     first, _ = run_line(tmp_path, f"{train} moe_debug.toml {flags}")
     output = re.sub(r"\x1b\[[0-9;]*m", "", first.out + first.error)

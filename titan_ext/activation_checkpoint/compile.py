@@ -11,8 +11,9 @@ A block that exchanges order, or whose routed experts are an FSDP unit, is compi
 multiplies their outputs by scores (``make_pieces``), and the shared ones. The block's forward,
 ``MoE.forward`` and the token dispatcher stay eager, so halves pause there, shared experts run while
 tokens travel, and counts are read by the host. What passes between pieces is kept, so that no
-exchange runs again. Policy "full" keeps the input of the block alone: its checkpoint stays eager,
-around the pieces, and sends tokens again as in eager mode.
+exchange runs again; what a norm returns is made again (``_Remade``). Policy "full" keeps the input
+of the block alone: its checkpoint stays eager, around the pieces, and sends tokens again as in
+eager mode.
 
 Other blocks are compiled whole, although tokens may travel in them: that holds fewer bytes, since
 nothing is kept between pieces, and equals stock's compiled blocks bit for bit.
@@ -35,6 +36,7 @@ recompute counts again. Compiled code does not count again, and nothing between 
 blocks with an eager checkpoint are wrapped.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,8 +81,8 @@ from titan_ext.activation_checkpoint.partition import (
     annotation,
     compile_arguments,
 )
-from titan_ext.base.hooks import user_hook
-from titan_ext.base.tensors import local_tensor, parts_in, plain_tensors, wrapping
+from titan_ext.base.hooks import is_known, user_hook
+from titan_ext.base.tensors import is_plain, local_tensor, parts_in, plain_tensors, wrapping
 from titan_ext.components.exchange import Inside, ScoreOutputs
 from titan_ext.fsdp.units import (
     BLOCK_KINDS,
@@ -245,7 +247,14 @@ class _Region:
         self._forward = torch.compile(self._forward, **arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self._run(*args, **kwargs)
+        is_piece = self.part.is_piece
+        with _remaking(args[0]) if args and is_piece else contextlib.nullcontext():
+            out = self._run(*args, **kwargs)
+        # A user's own may draw, or count its calls.
+        is_norm = is_piece and isinstance(main := self.part.main, nn.RMSNorm) and is_known(main)
+        if is_norm and len(args) == 1 and not kwargs and is_plain(out):
+            x = args[0].detach().requires_grad_(args[0].requires_grad)
+            out._remade = _Remade(self, x, out._version)
         is_several = type(out) is tuple and any(isinstance(x, DTensor) for x in out)
         return _Outputs.apply(*out) if is_several else out
 
@@ -272,6 +281,45 @@ class _Region:
                 # With all that autograd saves: a checkpoint would run again what communicates.
                 self._forward = self._chain
                 logger.info(f"{part.name} is not compiled: {why}.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Remade:
+    """What the piece of a norm returns: backward makes it again from what the norm has kept.
+
+    The router and the shared experts would keep it else, all of the layer's tokens.
+    """
+
+    region: _Region
+    x: torch.Tensor
+    version: int
+
+    def value(self) -> torch.Tensor:
+        with torch.enable_grad():  # by the graph of forward
+            return self.region._run(self.x).detach()
+
+
+@contextlib.contextmanager
+def _remaking(x: Any) -> Iterator[None]:
+    """Keep nothing of ``x`` for the backward of what runs inside, if a norm has just made it."""
+    remade: _Remade | None = getattr(x, "_remade", None)
+    is_changed = remade is not None and x._version != remade.version  # by a hook, in place
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if remade is None or is_changed or has_hooks:  # which ours would hide
+        yield
+        return
+    storage = x.untyped_storage()._cdata
+
+    def pack(saved: torch.Tensor) -> Any:
+        if not is_plain(saved) or saved.untyped_storage()._cdata != storage:
+            return saved
+        return saved.size(), saved.stride(), saved.storage_offset()
+
+    def unpack(packed: Any) -> torch.Tensor:
+        return packed if isinstance(packed, torch.Tensor) else remade.value().as_strided(*packed)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class _Outputs(torch.autograd.Function):

@@ -69,7 +69,6 @@ class OpLocator:
         if self._block is not None:  # FSDP comes after checkpointing, and before the first forward
             hide_fsdp(self._block.modules())
             self._block = None
-        # A hook that raises before ours leaves them uneven: ``leave`` runs without ``enter``.
         self._stacks, self._arguments = ([inside], [inside]), ([()], [()])
         self.left.clear()
         self._names.clear()
@@ -124,7 +123,8 @@ class OpLocator:
             self._name_parameters(slots)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if len(self._stacks[current_half()]) > 1:  # else it encloses the part that has begun
+            # Else it encloses the part that has begun, or a hook before ``enter`` has raised.
+            if len(self._stacks[current_half()]) > 1:
                 self._stacks[current_half()].pop()
                 self._arguments[current_half()].pop()
             self.left.append(module)

@@ -11,6 +11,12 @@ from torch.nn.modules import module as nn_module
 _KNOWN = ("spmd_types", "titan_ext", "torch", "torchao", "torchtitan")
 
 
+def is_known(of: Any) -> bool:
+    """True if a function, or the class of an instance, is not the user's."""
+    package = getattr(of, "__module__", None) or type(of).__module__ or ""
+    return package.split(".")[0] in _KNOWN
+
+
 def user_hook(module: nn.Module, *, before: bool = True) -> str:
     """A forward hook of the user's on ``module``, or on every module, in words; "" without one.
 
@@ -24,8 +30,7 @@ def user_hook(module: nn.Module, *, before: bool = True) -> str:
             function: Any = hook
             while isinstance(function, functools.partial):
                 function = function.func
-            package = getattr(function, "__module__", None) or type(function).__module__ or ""
-            if package.split(".")[0] not in _KNOWN:
+            if not is_known(function):
                 name = getattr(function, "__qualname__", type(function).__qualname__)
                 return f"the forward hook {name} on a {type(module).__name__}"
     return ""
