@@ -402,7 +402,7 @@ def test_every_shipped_file_at_its_size(
     assert "optimizer, on fake tensors" in done.out
     has_budget = re.search(r"^activation_checkpoint.budget", text, re.MULTILINE)
     solved = r"activations of this rank's blocks, budget [\s\S]+?\n" if has_budget else ""
-    assert re.match(rf"{solved}memory +fits in 141.00 GiB", done.out)
+    assert re.match(rf"(note .*\n)?{solved}memory +fits in 141.00 GiB", done.out)
     assert _files(folder) == []
     assert done.peak_gib < 2
     print(f"\n{done.out}\n{name}, {ranks} ranks: {done.cpu_s:.0f} CPU s, {done.peak_gib:.2f} GiB")
