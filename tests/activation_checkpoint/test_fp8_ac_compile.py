@@ -36,6 +36,7 @@ from torchtitan.distributed.activation_checkpoint import (
 )
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.nn_modules import RMSNorm
 
 from tests.helpers.compiled_op_policies import EXACT, OP_POLICIES
 from tests.helpers.fp8_activations import CHOICES, ChecksItself, LooksUp, debug_model
@@ -43,6 +44,8 @@ from tests.helpers.training import operations_in
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import (
     CompiledPart,
+    _Region,
+    _Remade,
     checkpoint_blocks,
     compiled_checkpoint,
     parts,
@@ -724,6 +727,19 @@ def test_what_a_norm_returns_is_made_again(keeps: str):
     assert worst_cosine(*outcomes) == pytest.approx(1, abs=1e-12)
     for name, grad in outcomes[0].gradients.items():
         assert torch.equal(grad, outcomes[1].gradients[name]), name
+
+
+def test_an_input_that_is_written_to_makes_nothing_again():
+    """Where the norm keeps it in float8, autograd would not say so."""
+    norm = RMSNorm.Config(normalized_shape=D).build()
+    region = _Region(CompiledPart(nn.Module(), "layers.1", {"norm": norm}, "norm"), norm, norm)
+    x = torch.randn(B, L, D)
+    out = region(x)
+    with _Remade(region, x, out._version).in_place_of(out):
+        squared = out * torch.ones_like(out).requires_grad_()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=r"layers.1.norm: its input was modified in place"):
+        squared.sum().backward()
 
 
 @pytest.mark.slow

@@ -259,8 +259,8 @@ class _Call:
     def finish(self, module: Callable[..., Any], out: Any) -> None:
         """End of the forward: free discarded values, unless something reads them."""
         self._store_arrived([entry.held for entry in self._arriving.values()])
-        left = [*self._locator.left, *([module] if isinstance(module, nn.Module) else [])]
-        again = self._discards.finish(left, out)
+        whole = [module] if isinstance(module, nn.Module) else []  # or a part of it
+        again = self._discards.finish([*self._locator.left, *whole], out)
         for entry in self._discards.discarded:
             if entry.reader:
                 self._refuse_discard(entry.location, entry.reader)

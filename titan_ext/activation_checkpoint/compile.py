@@ -242,17 +242,17 @@ class _Region:
     ) -> None:
         self.part, self._chain, self._forward = part, chain, forward
         self._is_checked = False
+        # A user's own may draw, or count its calls.
+        self._is_norm = part.is_piece and isinstance(part.main, nn.RMSNorm) and is_known(part.main)
 
     def compile(self, **arguments: Any) -> None:
         self._forward = torch.compile(self._forward, **arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_piece = self.part.is_piece
-        with _remaking(args[0]) if args and is_piece else contextlib.nullcontext():
+        remade = getattr(args[0], "_remade", None) if args and self.part.is_piece else None
+        with remade.in_place_of(args[0]) if remade else contextlib.nullcontext():
             out = self._run(*args, **kwargs)
-        # A user's own may draw, or count its calls.
-        is_norm = is_piece and isinstance(main := self.part.main, nn.RMSNorm) and is_known(main)
-        if is_norm and len(args) == 1 and not kwargs and is_plain(out):
+        if self._is_norm and len(args) == 1 and not kwargs and is_plain(out):
             x = args[0].detach().requires_grad_(args[0].requires_grad)
             out._remade = _Remade(self, x, out._version)
         is_several = type(out) is tuple and any(isinstance(x, DTensor) for x in out)
@@ -283,43 +283,41 @@ class _Region:
                 logger.info(f"{part.name} is not compiled: {why}.")
 
 
-@dataclass(frozen=True, eq=False)
 class _Remade:
     """What the piece of a norm returns: backward makes it again from what the norm has kept.
 
     The router and the shared experts would keep it else, all of the layer's tokens.
     """
 
-    region: _Region
-    x: torch.Tensor
-    version: int
+    def __init__(self, region: _Region, x: torch.Tensor, version: int) -> None:
+        self._region, self._x, self._before = region, x, x._version
+        self._version = version
 
-    def value(self) -> torch.Tensor:
+    def _value(self) -> torch.Tensor:
+        if self._x._version != self._before:  # as autograd says of what it keeps
+            raise RuntimeError(f"{self._region.part.name}: its input was modified in place.")
         with torch.enable_grad():  # by the graph of forward
-            return self.region._run(self.x).detach()
+            return self._region._run(self._x).detach()
 
+    @contextlib.contextmanager
+    def in_place_of(self, out: torch.Tensor) -> Iterator[None]:
+        """Keep nothing of ``out`` for the backward of what runs inside."""
+        has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if out._version != self._version or has_hooks:  # written to; or ours would hide those
+            yield
+            return
+        storage = out.untyped_storage()._cdata
 
-@contextlib.contextmanager
-def _remaking(x: Any) -> Iterator[None]:
-    """Keep nothing of ``x`` for the backward of what runs inside, if a norm has just made it."""
-    remade: _Remade | None = getattr(x, "_remade", None)
-    is_changed = remade is not None and x._version != remade.version  # by a hook, in place
-    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if remade is None or is_changed or has_hooks:  # which ours would hide
-        yield
-        return
-    storage = x.untyped_storage()._cdata
+        def pack(saved: torch.Tensor) -> Any:
+            if not is_plain(saved) or saved.untyped_storage()._cdata != storage:
+                return saved
+            return saved.size(), saved.stride(), saved.storage_offset()
 
-    def pack(saved: torch.Tensor) -> Any:
-        if not is_plain(saved) or saved.untyped_storage()._cdata != storage:
-            return saved
-        return saved.size(), saved.stride(), saved.storage_offset()
+        def unpack(packed: Any) -> torch.Tensor:
+            return packed if isinstance(packed, torch.Tensor) else self._value().as_strided(*packed)
 
-    def unpack(packed: Any) -> torch.Tensor:
-        return packed if isinstance(packed, torch.Tensor) else remade.value().as_strided(*packed)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
 
 
 class _Outputs(torch.autograd.Function):

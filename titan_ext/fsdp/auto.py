@@ -63,7 +63,7 @@ _ACROSS_NODES = (
     Choice("block"),
     Choice("submodule", buffers=3),
 )
-_ACROSS_NODES_COMPILED = (_ACROSS_NODES[2], _ACROSS_NODES[1], _ACROSS_NODES[0])
+_ACROSS_NODES_COMPILED = _ACROSS_NODES[::-1]
 
 
 def choose(
