@@ -377,10 +377,12 @@ class PlainFlexAttention(_InPlainOps, FlexAttention):
 
     def _hides(self, q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, masks: BlockMask) -> torch.Tensor:
         # It is pointwise, as its kernel asks, so it takes all scores at once: Dynamo would trace
-        # the four vmaps of torch's create_mask in each block.
-        sizes = len(q_BLNH), 1, q_BLNH.shape[1], k_BLNH.shape[1]
-        at = [torch.arange(size, device=q_BLNH.device) for size in sizes]
-        return ~masks.mask_mod(*torch.meshgrid(*at, indexing="ij"))
+        # the four vmaps of torch's create_mask in each block. Indices broadcast, and take no room.
+        b, h, q, k = (
+            torch.arange(size, device=q_BLNH.device)
+            for size in (len(q_BLNH), 1, q_BLNH.shape[1], k_BLNH.shape[1])
+        )
+        return ~masks.mask_mod(b[:, None, None, None], h[:, None, None], q[:, None], k)
 
 
 class PlainVarlenAttention(_InPlainOps, VarlenAttention):

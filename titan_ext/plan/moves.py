@@ -14,6 +14,7 @@ from titan_ext.base.nodes import Nodes
 from titan_ext.base.titan.batch import GLOBAL_BATCH as GLOBAL
 from titan_ext.base.titan.batch import LOCAL_BATCH as LOCAL
 from titan_ext.base.titan.batch import MICROBATCH
+from titan_ext.base.titan.parallelism import DEGREES
 from titan_ext.parallelize.keys import COMPILE
 from titan_ext.plan.memory import LASTING, MemoryKind
 from titan_ext.plan.time import Category
@@ -21,8 +22,7 @@ from titan_ext.plan.time import Category
 Keys = Mapping[str, Any]
 """Values of a config by dotted key."""
 
-EP = "parallelism.expert_parallel_degree"
-REPLICATE, SHARD = (f"parallelism.data_parallel_{axis}_degree" for axis in ("replicate", "shard"))
+EP, REPLICATE, SHARD = (f"parallelism.{DEGREES[at]}" for at in ("ep", "dp_replicate", "dp_shard"))
 OFFLOAD_LIMIT = "activation_checkpoint.offload_limit"
 SCORES = "activation_checkpoint.score_before_last_gemm"
 _HALVES = "parallelism.overlap_exchanges"
