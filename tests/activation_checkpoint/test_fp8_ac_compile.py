@@ -414,9 +414,9 @@ def test_a_discarded_output_that_is_read_is_computed_again(how: str):
         module = _ReadsADiscard(how)
         if discards:
             rules = {"*:aten.mm": "discard", "*": "recompute"}
-            plan = FP8AC.Config(preset="stock", op_policies=rules).policies_of(module, "")
+            policy = FP8AC(FP8AC.Config(preset="stock", op_policies=rules))
             forward = module.forward
-            wrap = compiled_checkpoint({"": module}, "", plan)
+            wrap = compiled_checkpoint(CompiledPart(module, "", {"": module}, ""), policy)
             cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023
             module.compile(
                 fullgraph=True, **compile_arguments(Float8Partitioner(Codec()), "aot_eager")
@@ -751,8 +751,8 @@ def test_a_second_start_compiles_nothing(caplog: pytest.LogCaptureFixture):
         counters.clear()
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 256)).bfloat16()
-        policies = FP8AC(FP8AC.Config()).compiled_policies(block, "block")
-        call = functools.partial(compiled_checkpoint({"": block}, "", policies), block)
+        part = CompiledPart(block, "block", {"": block}, "")
+        call = functools.partial(compiled_checkpoint(part, FP8AC(FP8AC.Config())), block)
         # Each start has a report of its own, which no key can hold.
         partitioner = Float8Partitioner(Codec(), report=lambda saved: None)
         compiled = torch.compile(call, **compile_arguments(partitioner, "inductor"))
@@ -796,8 +796,8 @@ def test_a_choice_is_kept(kind: type[LooksUp], mode: Any, choice: str):
         block = kind(CHOICES[choice]).bfloat16()
         x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
         saved: list[list[Saved]] = []
-        policies = FP8AC(config).compiled_policies(block, "block")
-        call = functools.partial(compiled_checkpoint({"": block}, "", policies), block)
+        part = CompiledPart(block, "block", {"": block}, "")
+        call = functools.partial(compiled_checkpoint(part, FP8AC(config)), block)
         partitioner = Float8Partitioner(Codec(), report=saved.append)
         arguments = compile_arguments(partitioner, "inductor") | {"backend": without_kernels}
         torch.compile(call, fullgraph=True, **arguments)(x_TD).float().sum().backward()

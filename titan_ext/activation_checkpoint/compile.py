@@ -73,8 +73,8 @@ from torchtitan.tools.logging import logger
 
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.op_effects import TO_COPY, op_name
-from titan_ext.activation_checkpoint.op_policies import BlockPolicies, Resolver
-from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, Rule, join
+from titan_ext.activation_checkpoint.op_policies import Resolver
+from titan_ext.activation_checkpoint.op_rules import CHILDREN, OpLocation, OpPolicy, join
 from titan_ext.activation_checkpoint.partition import (
     Float8Partitioner,
     add_state,
@@ -120,17 +120,7 @@ def checkpoint_blocks(
     if compiled and isinstance(policy, FP8AC):
         policy.prepare(model)
         for part in parts(model, units):
-            policies = policy.compiled_policies(part.block, part.block_name)
-            part.checkpoint(
-                compiled_checkpoint(
-                    part.modules,
-                    part.child,
-                    policies,
-                    policy.used_rules,
-                    part.arrives,
-                    functools.partial(policy.eager, part.block, policies, part.child, part.arrives),
-                )
-            )
+            part.checkpoint(compiled_checkpoint(part, policy))
     elif compiled and isinstance(policy, SelectiveAC):
         # For what it sets in Dynamo: a workaround for checkpoints in pipelines (pytorch 166926).
         policy.apply(_Layers({}))
@@ -468,35 +458,29 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def compiled_checkpoint(
-    modules: Mapping[str, nn.Module],
-    main: str,
-    policies: BlockPolicies,
-    used_rules: set[Rule] | None = None,
-    arrives: str = "",
-    make_eager: Callable[[], Callable[..., Any]] | None = None,
-) -> Callable[..., Any]:
-    """A checkpoint for compiled code, to be called with a function and its arguments.
+def compiled_checkpoint(part: CompiledPart, fp8: FP8AC) -> Callable[..., Any]:
+    """A checkpoint for ``part``, to be called with a function that runs it and its arguments.
 
-    The function runs ``modules``, by name in the block ("" is the block itself), from ``main``.
-    ``used_rules`` collects the user's rules that decided an operation. ``arrives`` as in
-    ``CompiledPart``: then the input is kept as the output of an exchange. ``make_eager`` makes a
-    checkpoint for where the code runs without a compiler, as in a dry run.
+    Where no compiler traces it, as in a dry run, it keeps the same by ``fp8``'s eager policy.
     """
-    eager = functools.cache(make_eager) if make_eager is not None else None
+    policies = fp8.compiled_policies(part.block, part.block_name)
     # Compiled code is shared between blocks. Dynamo (2.15) does not look at a checkpoint's policy
     # to tell whether it may be; it does look at constants that the traced function uses.
-    inputs = Resolver(policies, used_rules).resolve_input(arrives)
+    inputs = Resolver(policies, fp8.used_rules).resolve_input(part.arrives)
     names = [
         join(top, canonical_fqn(name))
-        for top, part in modules.items()
-        for name, _ in part.named_modules()
+        for top, module in part.modules.items()
+        for name, _ in module.named_modules()
     ]
     notes = annotation(inputs, policies.key(names), recompute=policies.recipe.base != "autograd")
 
+    @functools.cache
+    def eager() -> Callable[..., Any]:
+        return fp8.eager(part.block, policies, part.child, part.arrives)
+
     def context_fn() -> Any:
-        locator = TracedOpLocator(modules, main)
-        resolver = Resolver(policies, used_rules)
+        locator = TracedOpLocator(part.modules, part.child)
+        resolver = Resolver(policies, fp8.used_rules)
 
         def policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             location = locator.locate(func, args, ctx.op_output)
@@ -509,7 +493,7 @@ def compiled_checkpoint(
         return create_selective_checkpoint_contexts(policy)
 
     def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if eager is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             return eager()(function, *args, **kwargs)
         with fx_traceback.annotate(notes):
             return checkpoint(
