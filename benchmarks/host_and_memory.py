@@ -5,8 +5,9 @@
 
 It measures three quantities that need no GPU:
 
-- ms of the host in the forward of one debug MoE block of 16 tokens, of which Python is the most.
-  Policies take turns in one process.
+- ms of the host in the forward of one debug MoE block of 16 tokens, of which Python is the most,
+  and for an operation of forward, recompute and backward: ratios of the latter are
+  ``plan.time.POLICIES``. Policies take turns in one process.
 - CPU seconds of a whole step: Titan's trainer is rank 0 of 8, and collectives only copy
   (``comm.mode`` "fake_backend"). Each arm is a process that waits for its turn, with one batch.
 - Bytes of one microbatch there, by torch's own means (``measure_bytes``), with a plan's beside.
@@ -35,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.fused_attention import use_fused_attention
 from titan_ext.base.tensors import plain_tensors
+from titan_ext.plan.op_cost import moves_nothing
 
 ROOT = Path(__file__).parents[1]
 RANKS = 8
@@ -51,6 +53,7 @@ ARMS = {
 """What each adds to the job. Those without float8 have stock's policy, "selective"."""
 _COLUMNS = {
     "block": ("host ms of a block's forward", 1e-3),
+    "operation": ("host us of its operations", 1e-6),
     "step": ("CPU s of a step", 1.0),
     "held": ("MiB held", 2**20),
     "hooked": ("MiB held, by hooks", 2**20),
@@ -261,32 +264,54 @@ def measure(arm: str) -> Iterator[Any]:
             gc.collect()
 
 
-def block_times(rounds: str) -> Iterator[dict[str, list[float]]]:
-    """CPU seconds of the thread in the forward of a block, by arm, one a round.
+class _Operations(TorchDispatchMode):
+    """Counts operations that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launched = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.launched += not moves_nothing(func)
+        return func(*args, **(kwargs or {}))
+
+
+def block_times(rounds: str) -> Iterator[dict[str, dict[str, list[float]]]]:
+    """CPU seconds of the thread, one a round, by arm: the columns "block" and "operation".
 
     The arms that are left out have a policy of these; "ours" shows the noise.
     """
-    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
     from tests.helpers.fp8_activations import debug_model
     from titan_ext.activation_checkpoint import FP8AC
 
     torch.set_num_threads(1)
     x_BLD = torch.randn(1, 16, 256, dtype=torch.bfloat16, requires_grad=True)
+    policies: dict[str, Any] = {arm: SelectiveAC.Config() for arm in ("stock", "ours")}
+    policies |= {"stock none": None, "stock full": FullAC.Config()}
+    policies |= {preset: FP8AC.Config(preset=preset) for preset in PRESETS}
+    policies["preset stock"] = FP8AC.Config(preset="stock")
+    policies |= {f"mode {mode}": FP8AC.Config(mode=mode) for mode in ("full", "no_recompute")}
     blocks = {}
-    for arm in ("stock", "ours", *PRESETS):
-        policy = FP8AC.Config(preset=arm) if arm in PRESETS else SelectiveAC.Config()
+    for arm, policy in policies.items():
         model = debug_model(layers=2)
-        policy.build(dump_folder="").apply(model)
-        blocks[arm] = model.layers["1"]
-        for block in model.layers.values():  # the first forward of each is reported
-            block(x_BLD, None, None)
-    times: dict[str, list[float]] = {arm: [] for arm in blocks}
+        if policy:
+            policy.build(dump_folder="").apply(model)
+        block = model.layers["1"]
+        for each in model.layers.values():  # the first forward of each is reported
+            each(x_BLD, None, None).sum().backward()
+        with _Operations() as counted:
+            block(x_BLD, None, None).sum().backward()
+        blocks[arm] = block, counted.launched
+    times: dict[str, Any] = {arm: {"block": [], "operation": []} for arm in blocks}
     for _ in range(int(rounds)):
-        for arm, block in blocks.items():
+        for arm, (block, operations) in blocks.items():
             begin = time.thread_time()
-            block(x_BLD, None, None)
-            times[arm].append(time.thread_time() - begin)
+            out_BLD = block(x_BLD, None, None)
+            times[arm]["block"].append(time.thread_time() - begin)
+            out_BLD.sum().backward()
+            times[arm]["operation"].append((time.thread_time() - begin) / operations)
     yield times
 
 
@@ -369,13 +394,14 @@ def main() -> None:
         plans = [*pool.map(lambda arm: once("plan", arm), arms)]
         begun = [*pool.map(lambda arm: begin("measure", arm), arms)]
         rows = {
-            arm: {**found, "plan": planned, "block": blocks.get(arm), "step": []}
+            arm: {**found, "plan": planned, **blocks.pop(arm, {}), "step": []}
             for arm, (_, found), planned in zip(arms, begun, plans, strict=True)
         }
         for _ in range(args.rounds):
             for row, (process, _) in zip(rows.values(), begun, strict=True):
                 print(file=process.stdin, flush=True)
                 row["step"].append(_answer(process))
+        rows |= blocks
     (args.out / "host_and_memory.json").write_text(json.dumps(rows, indent=1))
     text = "\n".join([*table(rows), ""])
     (args.out / "host_and_memory.md").write_text(text)

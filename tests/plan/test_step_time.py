@@ -16,13 +16,14 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.utils.flop_counter import FlopCounterMode
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.tools.utils import get_peak_flops
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, planned_config, start_as_planned
-from titan_ext.activation_checkpoint import memory_report_of
+from titan_ext.activation_checkpoint import FP8AC, memory_report_of
 from titan_ext.base.machines import KINDS, MACHINES, machine_toml
-from titan_ext.plan.dry_run import dry_run
+from titan_ext.plan.dry_run import _how, dry_run
 from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.op_cost import collective_ms, op_cost
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
@@ -352,6 +353,34 @@ def test_a_kernel_starts_when_the_host_has_launched_it():
     dist.destroy_process_group()
     assert found["all_gather_single"] == pytest.approx(1, rel=0.05), "of the product, first"
     assert found["all_to_all_single"] - 1 == pytest.approx(found["none"])
+
+
+@pytest.mark.parametrize("phase", ["forward of layers.0", "backward of layers.0", "optimizer"])
+def test_a_policy_costs_the_host_more_in_blocks_alone(phase: str):
+    live, how = LiveBytes([nn.Identity()], []), How(policy=1.5)
+    clock = StepClock([], live, replace(MACHINES["h100"], enqueue=1e-3), how)
+    with FakeTensorMode(), live, clock:
+        live.begin(phase)
+        torch.empty(8) + 1
+    cost = 1.0 if phase == "optimizer" else 1.5
+    assert clock.passes[-1].ms[how][Category.HOST] == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("policy", "cost"),
+    [
+        (None, 1.0),
+        (SelectiveAC.Config(), 1.0),
+        (FP8AC.Config(preset="stock"), 1.03),
+        (FP8AC.Config(preset="stock", op_policies={"*": "save_float8"}), 1.18),
+        (FP8AC.Config(mode="full"), 1.06),
+        (FP8AC.Config(mode="no_recompute"), 1.26),
+    ],
+)
+def test_what_a_policy_costs_the_host_is_of_the_config(policy: Any, cost: float, tmp_path: Path):
+    config = planned_config(Run(), tmp_path)
+    config.activation_checkpoint = policy
+    assert _how(config).policy == cost
 
 
 def test_an_exchange_across_nodes_takes_the_network():

@@ -33,6 +33,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 
 from titan_ext.activation_checkpoint.op_rules import has_budget
+from titan_ext.activation_checkpoint.policy import FP8AC
 from titan_ext.base import no_accelerator
 from titan_ext.base.machines import machine_of
 from titan_ext.base.messages import format_bytes, format_count
@@ -50,7 +51,7 @@ from titan_ext.plan.memory import JobClass, MemoryPlan
 from titan_ext.plan.pools import COMPONENTS
 from titan_ext.plan.schedules import actions_of, idle_share
 from titan_ext.plan.stand_ins import Buffer, NoDataLoader, NoTokenizer, use_stand_ins
-from titan_ext.plan.time import EAGER, Category, How, StepClock, StepTime
+from titan_ext.plan.time import EAGER, POLICIES, Category, How, StepClock, StepTime
 from titan_ext.run.checks import LoRATargets
 from titan_ext.run.pace import Routing
 from titan_ext.run.trainer import Trainer
@@ -469,7 +470,11 @@ def _capacity(config: Any, ep: int) -> Iterator[str]:
 def _how(config: Trainer.Config) -> How:
     compiler = config.compile
     compiled = tuple(x for x in COMPONENTS if compiler.enable and x in compiler.components)
-    return How(compiled, not config.training.disable_cuda_graphs)
+    asked, graphs = config.activation_checkpoint, not config.training.disable_cuda_graphs
+    if not isinstance(asked, FP8AC.Config):
+        return How(compiled, graphs)
+    is_stock = asked.preset == "stock" and not asked.op_policies
+    return How(compiled, graphs, policy=POLICIES["stock" if is_stock else asked.mode])
 
 
 def _others(config: Trainer.Config) -> Iterator[How]:
