@@ -103,7 +103,7 @@ def test_the_host_beside_stock() -> None:
     ours = {"step": [0.9, 2.0, 9.9], "held": 2**20, "plan": plan, "hooked": 0, "block": None}
     *_, line = host_and_memory.table({"stock": stock, "ours": ours})
     step, held = "2.00 (1.000, 0.900 to 1.100)", "1.00 (0.500; plan 1.00)"
-    assert line == f"| ours |  | {step} | {held} |  |  |  |  |"
+    assert line == f"| ours |  |  | {step} | {held} |  |  |  |  |"
 
 
 @pytest.mark.slow
