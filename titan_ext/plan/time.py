@@ -93,7 +93,7 @@ POLICIES = {"stock": 1.03, "full": 1.06, "selective": 1.18, "no_recompute": 1.26
 """What an eager operation of a block costs the host under policy ``fp8``, by its mode or its preset
 "stock", of one under TorchTitan's selective policy: each is answered for, and what is kept passes a
 hook. Measured on a CPU (``python -m benchmarks.host_and_memory``). One H100 has 1.13 to 1.25 for
-presets and 1.31 for "no_recompute". It has 0.93 and 1.06 for TorchTitan's "full" and "none", which
+presets and 1.32 for "no_recompute". It has 0.93 and 1.06 for TorchTitan's "full" and "none", which
 count as 1: a CPU, without launches, has 0.74 and 0.69."""
 
 
