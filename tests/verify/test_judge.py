@@ -283,6 +283,8 @@ def test_a_step_that_no_rank_left_is_not_right(tmp_path: Path):
         ((), ["equal"]),
         (("--parallelism.exchange_rows", "rank"), ["equal", "rounding"]),
         (("--parallelism.exchange_dtype", "float8"), ["equal", "lossy"]),
+        (("--compile.enable",), ["equal"]),  # fp32 has judged it
+        (("--compile.enable", "activation-checkpoint:fp8"), ["equal", "rounding", "lossy"]),
     ],
 )
 def test_keys_are_compared_by_what_they_do(
@@ -294,7 +296,7 @@ def test_keys_are_compared_by_what_they_do(
     def trained(factor: float) -> Trained:
         (folder := tmp_path / str(factor)).mkdir(exist_ok=True)
         torch.save(_found(RIGHT * factor), folder / "step1_rank0.pt")
-        return Trained(folder, {"apart": ["b"], "dtypes": {}, "engaged": {}})
+        return Trained(folder, {"apart": ["b"], "dtypes": {}, "engaged": {}, "keeps": True})
 
     class Told(legs.Legs):
         def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:

@@ -148,7 +148,7 @@ class Verify:
         not_here += [not_replayed] if not_replayed else []
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")
-        unseen = ["roundings to bf16 that stock compiles, too"] * job.config.compile.enable
+        unseen = ["roundings to bf16 in compiled code"] * job.config.compile.enable
         print(f"not reached here: {', '.join([_NOT_REACHED, *unseen])}")
         return is_right and not wrong
 
