@@ -202,6 +202,8 @@ READS = {
     "cpu": lambda x: x.cpu(),
     "to": lambda x: x.to("cpu"),
     "numpy": lambda x: x.detach().numpy(),
+    "written": lambda x: x.clone().index_put_((x.sum(1) > 0,), x[0]),
+    "repeated": lambda x: x.repeat_interleave(torch.tensor([2, 1, 0]), dim=0),
 }
 
 
@@ -215,6 +217,17 @@ def test_a_read_by_the_host_is_refused(read: str, tmp_path: Path):
     (said,) = _judge(Reads, tmp_path).wrong["host"]
     assert "(verify/test_tape.py:" in str(said)
     assert "the host reads a value (" in str(said)
+
+
+def test_sizes_and_masks_that_the_host_does_not_ask_for(tmp_path: Path):
+    class Sized(Net):
+        def forward(self, x):
+            repeats = torch.tensor([2, 1, 0])  # as in TorchTitan's gpt_oss
+            x = x + 0 * x.repeat_interleave(repeats, dim=0, output_size=len(x))
+            x = x.index_put((x.sum(1) > 2,), torch.tensor(0.5))
+            return super().forward(x[torch.tensor([2, 0, 1])])
+
+    assert _judge(Sized, tmp_path).is_right
 
 
 _PLAIN = 'extends = "moe_debug.toml"\nworld_size = 2\n'

@@ -32,6 +32,10 @@ _WARM_UP = 1  # passes before the one that is recorded, as Titan's _warmup_remai
 _AGAIN = 4  # is compared with that one: of three passes a step, the first of the second
 _READS = ("tolist", "numpy", "cpu")
 """Methods that copy to the host; of a CPU's tensor they dispatch no operation."""
+_aten = torch.ops.aten
+_INDEXED = (_aten.index.Tensor, _aten._unsafe_index.Tensor)
+_WRITTEN_AT = (_aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index_put.default)
+_WRITTEN_AT += (_aten._index_put_impl_.default,)
 _DISPATCHERS = "; MinimalAsyncEP, and HybridEP with non_blocking_capacity_factor, read none"
 
 
@@ -179,9 +183,16 @@ def _call(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _reads_values(func: Any, given: Sequence[Any]) -> bool:
     """True if the host waits for a value of a tensor: to have it, or to know a size."""
-    by_mask = any(x.dtype is torch.bool for x in tensors_in(given[1:]))
-    has_size = func is torch.ops.aten.index.Tensor and not by_mask
-    sized = torch.Tag.dynamic_output_shape in func.tags and not has_size
+    tensors = tensors_in(given)
+    if func in _INDEXED or func in _WRITTEN_AT:
+        # Masks become indices, of which the host asks the number; but torch writes one value by
+        # masked_fill (TensorAdvancedIndexing.cpp).
+        is_filled = func in _WRITTEN_AT and tensors[-1].numel() == 1
+        indices = tensors[1:-1] if func in _WRITTEN_AT else tensors[1:]
+        return not is_filled and any(x.dtype in (torch.bool, torch.uint8) for x in indices)
+    if func is _aten.repeat_interleave.Tensor and any(type(x) is int for x in given):
+        return False  # of ``output_size``, as TorchTitan's gpt_oss gives it
+    sized = torch.Tag.dynamic_output_shape in func.tags
     return sized or torch.Tag.data_dependent_output in func.tags
 
 
