@@ -184,15 +184,24 @@ class _Call:
 
     def decide(self, ctx: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Policy of one operation. Torch asks in the forward only, after each operation."""
-        out = ctx.op_output
+        out, module = ctx.op_output, self._locator.module
         if func is TO_COPY:
             self._locator.see_cast(args[0], out)
+        fixed, is_all = self._policies.fixed(func, module)
+        if (
+            is_all
+            and not (self._counting or self._arriving or self._discards.discarded)
+            and "device" not in kwargs
+            and isinstance(out, torch.Tensor)
+            and out.is_floating_point()
+        ):
+            # Most operations end here: this runs for each of them, on the host.
+            self._policy = OpPolicy.RECOMPUTE
+            return fixed
         # It has waited for what arrives: to store that now waits for nothing.
         if self._arriving and (func is _WAIT or AsyncCollectiveTensor in map(type, args)):
             self._store_arrived(args)
         policy = OpPolicy.RECOMPUTE
-        # Most operations end here: this runs for each of them, on the host.
-        fixed = self._policies.fixed(func, self._locator.module)
         is_choice = self._policies.keeps_choice(func, args, kwargs, out)
         if fixed is None or is_choice or (func is TO_COPY and is_copy_to_host(args, kwargs)):
             self._location = self._locator.locate(func, args)
@@ -210,7 +219,7 @@ class _Call:
         elif recompute and self._kept_draw is not None and draws(func, args, kwargs):
             self._refuse_draw(op_name(func), self._kept_draw)
         if self._discards.discarded or is_mutable(func):
-            self._discards.see(func, self._locator.module, args, kwargs, out, recomputed=recompute)
+            self._discards.see(func, module, args, kwargs, out, recomputed=recompute)
         if self._counting:
             flops = count_flops(func, args, kwargs, out)
             self._ops.append((self._locator.locate(func, args), policy, flops))

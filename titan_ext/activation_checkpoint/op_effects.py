@@ -118,6 +118,11 @@ def _is_step(func: Any) -> bool:
     return not _STEPS.isdisjoint((op_name(func), str(func)))
 
 
+def has_no_effects(func: Any) -> bool:
+    """True if, where it makes a float tensor, an operation writes, draws and chooses nothing."""
+    return not (is_mutable(func) or may_draw(func) or _is_step(func))
+
+
 @functools.cache
 def _is_no_choice(func: Any) -> bool:
     name = op_name(func)

@@ -20,6 +20,7 @@ from titan_ext.activation_checkpoint.op_effects import (
     TO_COPY,
     chooses,
     fixes_routing,
+    has_no_effects,
     is_copy_to_host,
     is_exchange,
     looks_up,
@@ -96,7 +97,9 @@ class BlockPolicies:
     # Answers that were given: these are asked for each operation, on the host.
     _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, init=False)
     _by_module: dict[str, tuple[OpPolicy, str]] = field(default_factory=dict, init=False)
-    _fixed: dict[tuple[int, str], CheckpointPolicy | None] = field(default_factory=dict, init=False)
+    _fixed: dict[tuple[int, str], tuple[CheckpointPolicy | None, bool]] = field(
+        default_factory=dict, init=False
+    )
 
     @functools.cached_property
     def rounds(self) -> bool:
@@ -135,13 +138,16 @@ class BlockPolicies:
             return False
         return op in self.stock_ops or op in GROUPED_GEMMS or op == _CPU_ATTENTION
 
-    def fixed(self, func: Any, module: str) -> CheckpointPolicy | None:
+    def fixed(self, func: Any, module: str) -> tuple[CheckpointPolicy | None, bool]:
         """The answer for an operation of ``module`` that is always recomputed, as most are; but see
         ``is_copy_to_host`` and ``keeps_choice``. None for one that may be saved, or that a rule
         counts.
+
+        Also whether there is one, and nothing else to ask: the operation ``has_no_effects``.
         """
         key = id(func), module  # operations are never freed, and slow to hash
-        if key not in self._fixed:
+        known = self._fixed.get(key)
+        if known is None:
             op = op_name(func)
             is_expensive = self.is_expensive(op)
             may_be_saved = (
@@ -158,8 +164,9 @@ class BlockPolicies:
             # "Must" spares torch (2.15) a search for side effects, a tenth of the host's time.
             plain = op.startswith("aten.")
             again = CheckpointPolicy.MUST_RECOMPUTE if plain else CheckpointPolicy.PREFER_RECOMPUTE
-            self._fixed[key] = None if may_be_saved else again
-        return self._fixed[key]
+            answer = None if may_be_saved else again
+            known = self._fixed[key] = answer, not may_be_saved and has_no_effects(func)
+        return known
 
     def keeps_choice(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
         """True if an operation chooses by values that a recompute may see rounded."""
