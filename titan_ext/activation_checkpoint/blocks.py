@@ -189,7 +189,7 @@ class _Call:
             self._locator.see_cast(args[0], out)
         fixed, is_all = self._policies.fixed(func, module)
         if (
-            is_all
+            (fixed is not None and is_all)
             and not (self._counting or self._arriving or self._discards.discarded)
             and "device" not in kwargs
             and isinstance(out, torch.Tensor)
