@@ -99,6 +99,12 @@ class Patch:
         if "Test Plan:" not in header:
             wrong.append("its message has no test plan")
         wrong += [] if self.tests else ["the patch has no test"]
+        # With the change, this is what goes here: a name that has moved would stay for ever.
+        text = (self.folder / "README.md").read_text()
+        for name, ours in re.findall(r"(?:`([\w.]+)` in )?`(titan_ext/\S+\.py)`", text):
+            source = HERE.parent / ours
+            if not source.exists() or name not in source.read_text():
+                wrong.append(f"its README names {name or 'a file'} in {ours}, which is not there")
         return wrong + [f"touches {f!r}" for f in self.sources if not f.startswith(PACKAGES)]
 
 

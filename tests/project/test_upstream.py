@@ -14,12 +14,14 @@ def test_incomplete_folders_are_named(tmp_path: Path):
     patch = replace(check.patches()[0], folder=tmp_path / "copy")
     shutil.copytree(check.patches()[0].folder, patch.folder)
     readme = patch.folder / "README.md"
-    readme.write_text(readme.read_text().replace("| measured |", "| guessed |"))
+    text = readme.read_text().replace("| measured |", "| guessed |")
+    readme.write_text(text.replace("`together` in", "`apart` in"))
     patch.file.write_text(patch.file.read_text().replace("Test Plan:", "Tested: \u2713"))
     assert patch.lacks() == [
         "its README has no row 'measured'",
         "the patch is not ASCII",
         "its message has no test plan",
+        "its README names apart in titan_ext/base/titan/data.py, which is not there",
     ]
 
 
