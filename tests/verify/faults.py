@@ -667,6 +667,14 @@ def _lose_a_bias(trainer: Any) -> None:
                 local(buffer).zero_()
 
 
+def _lose_a_buffer(trainer: Any) -> None:
+    """One that no checkpoint has."""
+    for part in trainer.parts:
+        for name, buffer in part.named_buffers():
+            if name.endswith("rope.cache"):
+                buffer[1:] = buffer[:-1].clone()
+
+
 def _exchange_experts(trainer: Any) -> None:
     """In another layout only: the sweeps save with the experts spread over all ranks."""
     saved = len([*Path(trainer.checkpointer.folder).glob("step-*/*.distcp")])
@@ -683,6 +691,7 @@ RESUMES: dict[str, tuple[Callable[[Any], object], str]] = {
     "the schedule from its beginning": (_begin_the_schedule, "last_epoch of the schedule after"),
     "moments corrected anew": (_correct_anew, "step of "),
     "a lost bias of experts": (_lose_a_bias, "layers.1.moe.expert_bias_E after"),
+    "a lost buffer": (_lose_a_buffer, "layers.1.attention.rope.cache after"),
     "experts exchanged": (_exchange_experts, "layers.1.moe.routed_experts.inner_experts"),
 }
 """By name: the fault of a trainer that has resumed, and what its line "resume" must name."""

@@ -262,12 +262,15 @@ def _without_ranks() -> Any:
     from titan_ext.verify.judge import Verdict
     from titan_ext.verify.legs import Legs
 
+    def compiles(legs: Legs) -> bool:
+        return legs.job.config.compile.enable
+
     with contextlib.ExitStack() as stack:
         for leg in ("axes", "keys", "graphs"):
             stack.enter_context(unittest.mock.patch.object(Legs, leg, return_value=Verdict()))
         for kind, method, result in (
             (Verify, "_look_at_data", lambda self, *_: (True, [])),
-            (Legs, "__enter__", lambda self: self),
+            (Legs, "__enter__", lambda self: print(f"compiles {compiles(self)}") or self),
         ):
             stack.enter_context(unittest.mock.patch.object(kind, method, result))
         yield
@@ -286,6 +289,8 @@ def test_the_shipped_file_with_graphs_is_replayed_without_a_flag(tmp_path: Path)
     assert "\ngraphs    operations replayed as a CUDA graph would beside" in found[0][1]
     left_out = [re.findall("(?<!a GPU's )CUDA graphs[^,]*", said) for _, said in found]
     assert left_out == [[], ["CUDA graphs"], ["CUDA graphs (off; --graphs replays them)"]]
+    compiled = [("compiles True" in said, "torch.compile" in said) for _, said in found]
+    assert compiled == [(True, False), (False, True), (True, False)]
 
 
 @pytest.mark.slow

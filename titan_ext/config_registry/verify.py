@@ -63,7 +63,7 @@ class Verify:
     out: Path = Path()
     """Folder for the smallest file that is wrong."""
     quick: bool = False
-    """Compare in fp32 with one process only, not the job's dtypes."""
+    """Compare in fp32 with one process only: without the job's dtypes and torch.compile."""
     model: Annotated[str, tyro.conf.arg(metavar="MODULE.FUNCTION")] = ""
     """A function of yours that returns a small ModelSpec, in place of the job's made small."""
     keep: tuple[str, ...] = ()
@@ -109,6 +109,9 @@ class Verify:
             raise ValueError(
                 f"the small copy makes other decisions than the job: {'; '.join(changed)}."
             )
+        compiles = job.config.compile.enable
+        if self.quick:
+            job.config.compile.enable = False  # half of a verdict's time
         print(f"model     {job.summary}: {job.parameters / 1e6:.1f} M parameters")
         print(f"layout    {job.large_layout} -> {job.layout}")
         rows = (f"{'':10}{axis:22}{a:>12,}{b:>8,}" for axis, (a, b) in job.shape.items())
@@ -145,6 +148,7 @@ class Verify:
         not_here += [] if small.resumes(job.config) else ["checkpoints"]
         not_here += small.lost_shards(job.decisions, decided)
         not_here += ["CPU offload"] * (self.stock and job.config.training.enable_cpu_offload)
+        not_here += ["torch.compile"] * (compiles and self.quick)
         not_here += [not_replayed] if not_replayed else []
         not_here += [*_NOT_HERE, *(f"{kind} (plain in the copy)" for kind in job.plain)]
         print(f"not verified here: {', '.join(not_here)}")

@@ -374,18 +374,19 @@ class _Watched:
         Ranks call it together. Each writes its shards; of those of a stage one writes the rest.
         """
         found: dict[str, torch.Tensor | None] = {}
+        saves = step == STEPS and self.arm.saves(self.job)
         for part in self.parts:
             for name, param in part.named_parameters():
                 name = canonical_fqn(name)
                 found |= {f"grad:{name}": param.grad if grads else None, f"param:{name}": param}
             for name, buffer in part.named_buffers():
                 kind = "bias" if name.endswith("expert_bias_E") else "buffer"
-                if kind == "bias" or self.arm.graphs:
+                if kind == "bias" or self.arm.graphs or saves:
                     tensors[f"{kind}:{canonical_fqn(name)}"] = whole(buffer).clone()
             for name, module in part.named_modules() if self.arm.graphs else ():
                 if (rows := getattr(getattr(module, _DISPATCHER, None), "rows", None)) is not None:
                     tensors[f"buffer:{canonical_fqn(name)}.{_DISPATCHER}.rows"] = rows.clone()
-        if step == STEPS and self.arm.saves(self.job):
+        if saves:
             found |= self._states()
         digests = self.kept.setdefault("digests", {})
         writes = dist.get_rank() % (dist.get_world_size() // _dims[0].pp) == 0  # one of a stage

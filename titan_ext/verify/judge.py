@@ -5,6 +5,7 @@ Gradients are the witness, tensor by tensor in fp64. Of 13 planted faults 10 lea
 to 1e-7, and Adam's update divides most factors out.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -139,6 +140,8 @@ class Verdict:
 
 def distance(found: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
     """Norm of the difference as a share of the right norm, and the factor that explains most."""
+    if right.is_complex():  # caches of rotary embeddings
+        found, right = torch.view_as_real(found), torch.view_as_real(right)
     found, right = found.double(), right.double()
     size = float(right.norm())
     if not size:
@@ -184,7 +187,7 @@ def judge_step(
         seen: What it said: ``loss`` and ``norm`` by step.
         right, narrow: ``reference.Step`` in fp64, and in fp32 with the same choices of experts.
     """
-    judge_gradients(verdict, of_kind(found, "grad"), right.grads, narrow.grads)
+    rounding = judge_gradients(verdict, of_kind(found, "grad"), right.grads, narrow.grads)
     for name in right.without:
         said = f"{name} (without gradient in the model itself)"
         verdict.wrong.setdefault("grads", []).append(Wrong(said, 0.0))
@@ -193,7 +196,8 @@ def judge_step(
     for category in ("loss", "norm"):
         value = torch.tensor(seen[category][step - 1], dtype=torch.float64)
         expected = torch.tensor(getattr(right, category), dtype=torch.float64)
-        verdict.judge(category, f"of step {step}", value, expected, _LOSS)
+        limit = max(_LOSS, _TIMES * rounding * (category == "norm"))
+        verdict.judge(category, f"of step {step}", value, expected, limit)
     verdict.gap = min(verdict.gap, right.gap)
 
 
@@ -202,17 +206,26 @@ def judge_gradients(
     found: Mapping[str, torch.Tensor],
     right: Mapping[str, torch.Tensor],
     narrow: Mapping[str, torch.Tensor],
-) -> None:
-    """Hold gradients, by name, against those in fp64; the limit is what fp32 makes of these."""
+) -> float:
+    """Hold gradients, by name, against those in fp64; the limit is what fp32 makes of these.
+
+    Returns how far fp32 is off from the whole gradient, as a share of its norm.
+    """
+    off, sizes = [], []
     for name, grad in right.items():
         rounding, _ = distance(narrow[name], grad)
+        sizes.append(float(grad.norm()))
+        off.append(rounding * sizes[-1])
         verdict.judge("grads", name, found.get(name), grad, max(_TIMES * rounding, _LEAST))
     for name in found.keys() - right.keys():
         verdict.note_needless("grads", name)
+    return math.hypot(*off) / (math.hypot(*sizes) or 1.0)
 
 
-def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], seed: int) -> None:
-    """Scale one gradient by 1.001, and see that ``judge`` names it.
+def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], seed: int) -> float:
+    """Scale one gradient by 1.001, and see that ``judge`` names it; return the factor.
+
+    It is 1.01 where fp32 alone is off by more, as in TorchTitan's small muse_glimmer.
 
     Args:
         judge: Called with a verdict and the tensors; it found nothing wrong with those as they are.
@@ -221,11 +234,13 @@ def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], se
     """
     names = [name for name, tensor in found.items() if name.startswith("grad:") and tensor.any()]
     name = names[zlib.crc32(str(seed).encode()) % len(names)]
-    verdict = Verdict()
-    judge(verdict, {**found, name: found[name].double() * 1.001})
-    blamed = [wrong.name for wrong in verdict.wrong.get("grads", ())]
-    if blamed != [name.removeprefix("grad:")]:
-        raise AssertionError(f"verify does not see that {name} is 1.001 of what it was: {blamed}")
+    for factor in (1.001, 1.01):
+        verdict = Verdict()
+        judge(verdict, {**found, name: found[name].double() * factor})
+        blamed = [wrong.name for wrong in verdict.wrong.get("grads", ())]
+        if blamed == [name.removeprefix("grad:")]:
+            return factor
+    raise AssertionError(f"verify does not see that {name} is {factor} of what it was: {blamed}")
 
 
 def judge_update(
@@ -263,7 +278,7 @@ def judge_loaded(
     """Hold what a trainer loaded against what another one saved, bit for bit."""
     for key, right in saved.items():
         kind, _, name = key.partition(":")
-        if kind in ("param", "bias", "state"):
+        if kind in ("param", "bias", "buffer", "state"):
             verdict.judge("resume", name, found.get(key), right, 0.0)
 
 

@@ -390,7 +390,10 @@ class _Axes:
         judge = functools.partial(judge_step, seen=seen, step=step, right=expected, narrow=rounded)
         judge(verdict, found)
         if verdict.is_right:
-            try_canary(judge, found, self.arm.seed + step)
+            seen_from = try_canary(judge, found, self.arm.seed + step)
+            if seen_from > 1.001:
+                said = f"fp32 is so far off that a gradient is seen from {seen_from} of it on"
+                verdict.notes.append(f"{'':10}{said} (step {step})")
         biases = self.right.expected_biases(expected) if self.balances else {}
         for name, bias in biases.items():
             verdict.judge("bias", name, of_kind(found, "bias").get(name), bias, 1e-6)
