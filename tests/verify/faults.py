@@ -255,26 +255,30 @@ def _router(change: Callable[..., Any]) -> Iterator[None]:
 
 def gate_in_bf16() -> Any:
     """The router's logits are rounded, in the model itself."""
-    return _rounds(TokenChoiceTopKRouter, 0)
+    return _returns(TokenChoiceTopKRouter, lambda out: (_rounded(out[0]), *out[1:]))
 
 
 def sum_of_experts_in_bf16() -> Any:
     """What experts return is rounded before shared experts add theirs."""
-    return _rounds(RoutedExperts, None)
+    return _returns(RoutedExperts, _rounded)
+
+
+def experts_times_four_in_bf16() -> Any:
+    """By code that runs in bf16 alone, of the model: TorchTitan's arm runs it, too."""
+    return _returns(RoutedExperts, lambda x: 4 * x if x.dtype is torch.bfloat16 else x)
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().to(x.dtype)
 
 
 @contextlib.contextmanager
-def _rounds(kind: Any, part: int | None) -> Iterator[None]:
+def _returns(kind: Any, change: Callable[[Any], Any]) -> Iterator[None]:
     real = kind.forward
 
     @functools.wraps(real)  # sharding reads the names of its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = real(self, *args, **kwargs)
-        if part is None:
-            return out.bfloat16().to(out.dtype)
-        return tuple(
-            each.bfloat16().to(each.dtype) if i == part else each for i, each in enumerate(out)
-        )
+        return change(real(self, *args, **kwargs))
 
     with patch(kind, "forward", forward):
         yield
@@ -730,6 +734,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "masks across documents": (across_documents, "grads", ""),
     "a gate in bf16": (gate_in_bf16, "grads", "router"),
     "a sum in bf16": (sum_of_experts_in_bf16, "grads", ""),
+    "experts times four in bf16": (experts_times_four_in_bf16, "from fp32", ""),
 }
 """By name: the fault, the category that must be WRONG, and what its line must name."""
 OF_FLOAT8: dict[str, tuple[Callable[[], Any], str, str]] = {
@@ -777,6 +782,7 @@ IN_THE_LAST_STEP = ("a rank without tokens", "a third step", "an idle rank")
 IN_KEYS = (
     "bf16 over TP",
     "bf16 before a reduction",
+    "experts times four in bf16",
     "a float8 gradient times two",
     "a stored tensor",
     "compiled float8 times two",

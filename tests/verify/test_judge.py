@@ -22,6 +22,7 @@ from titan_ext.verify.judge import (
     Verdict,
     Wrong,
     distance,
+    judge_dtypes,
     judge_equal,
     judge_loaded,
     judge_lossy,
@@ -144,6 +145,16 @@ def test_more_may_be_lost_where_rounding_alone_changes_much(
     judge_lossy(verdict, _found(RIGHT + off * other), _found(RIGHT), stock, fp32)
     assert verdict.is_right == is_right
     assert fp32.called == (off > 0.5)
+
+
+def test_dtypes_change_no_norm_by_more_than_a_factor_of_two():
+    small, verdict = torch.ones(3), Verdict()
+    fp32 = _found(RIGHT, **{"grad:v": small})
+    judge_dtypes(verdict, _found(RIGHT.flip(0).neg(), **{"grad:v": small * 1.9}), fp32)
+    assert verdict.is_right
+    judge_dtypes(verdict, _found(RIGHT, **{"grad:v": small * 2.1}), fp32)
+    (wrong,) = verdict.wrong["from fp32"]
+    assert (wrong.name, wrong.factor) == ("v", pytest.approx(2.1))
 
 
 def test_what_was_loaded_is_what_was_saved():
@@ -292,11 +303,11 @@ def test_a_step_that_no_rank_left_is_not_right(tmp_path: Path):
 @pytest.mark.parametrize(
     ("flags", "kinds"),
     [
-        ((), ["equal"]),
-        (("--parallelism.exchange_rows", "rank"), ["equal", "rounding"]),
-        (("--parallelism.exchange_dtype", "float8"), ["equal", "lossy"]),
-        (("--compile.enable",), ["equal"]),  # fp32 has judged it
-        (("--compile.enable", "activation-checkpoint:fp8"), ["equal", "rounding", "lossy"]),
+        ((), []),
+        (("--parallelism.exchange_rows", "rank"), ["rounding"]),
+        (("--parallelism.exchange_dtype", "float8"), ["lossy"]),
+        (("--compile.enable",), []),  # fp32 has judged it
+        (("--compile.enable", "activation-checkpoint:fp8"), ["rounding", "lossy"]),
     ],
 )
 def test_keys_are_compared_by_what_they_do(
@@ -321,7 +332,7 @@ def test_keys_are_compared_by_what_they_do(
     judge = lambda call: [calls.extend(call[1]) or Verdict()]  # noqa: E731
     told._judge = SimpleNamespace(call=judge)  # type: ignore[assignment]
     assert told.keys().wrong.keys() == {"ranks"}
-    assert [kind for kind, *_ in calls] == kinds
+    assert [kind for kind, *_ in calls] == ["equal", "dtypes", *kinds]
     for call in calls:
         assert not legs._judge(job, 0, ("keys", [call])).is_right
 

@@ -26,6 +26,7 @@ from titan_ext.verify.arm import POLICY, Arm, fill_model, run_arm
 from titan_ext.verify.judge import (
     DRAWS,
     Verdict,
+    judge_dtypes,
     judge_equal,
     judge_loaded,
     judge_lossy,
@@ -165,6 +166,7 @@ class Legs:
         stock = self._run(Arm(stock=True, fp32=False, steps=own.steps, changes=plain))
         ours = [exact]
         calls: list[Any] = [("equal", own.steps, exact.folder, stock.folder)]
+        calls.append(("dtypes", 1, exact.folder))
         # The first comparison has judged what is compiled, nearer than this one would: it runs
         # in both only where something else rounds or stores float8 in it.
         if rounding and (lossy or rounding != [COMPILE]):
@@ -283,15 +285,18 @@ def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
 def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
     """Hold arms against others: a call has its kind, its steps, and the folders of its arms."""
     verdict = Verdict()
+    in_fp32 = functools.cache(functools.partial(_in_fp32, job))
     for kind, steps, *folders in calls:
         for step in range(1, steps + 1):
-            if kind == "equal" and not verdict.is_right:
+            if kind in ("equal", "dtypes") and not verdict.is_right:
                 break
             found, *others = (read_step(folder, step) for folder in folders)
             if kind == "rounding":
-                judge_rounding(verdict, found, others[0], _in_fp32(job))
+                judge_rounding(verdict, found, others[0], in_fp32())
             elif kind == "lossy":
-                judge_lossy(verdict, found, others[0], others[1], lambda: _in_fp32(job))
+                judge_lossy(verdict, found, others[0], others[1], in_fp32)
+            elif kind == "dtypes":
+                judge_dtypes(verdict, found, in_fp32())
             else:
                 verdict.step = step
                 judge_equal(verdict, found, *others)
