@@ -123,10 +123,12 @@ class Legs:
         """Go on from the checkpoint of an arm, and add what that shows to its verdict."""
         ranks: list[tuple[Layout, Processes | None]] = [(self.job.layout, None), *self._others]
         resumed = []
+        # Eager: no state is in compiled code, and each layout would compile all of it again.
+        eager = replace(arm, changes=(*arm.changes, (COMPILE, False)))
         for layout, processes in ranks:
             where = f"after the resume on {layout}"
             try:
-                resumed.append((where, self._run(arm, saved.folder, processes)))
+                resumed.append((where, self._run(eager, saved.folder, processes)))
             except RunError as error:
                 raise RunError(f"{where}, {error}") from None
         (verdict,) = self._judge.call(("resume", verdict, arm, saved, resumed))
