@@ -75,6 +75,11 @@ from titan_ext.run.checkpoints import CheckpointManager
 from titan_ext.run.trainer import extend_config
 
 
+def _key(name: str, default: Any) -> Any:
+    """A field that is the value of a key of the config; of ours only, if Titan has none."""
+    return field(default=default, metadata={"key": name})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training run."""
@@ -84,10 +89,10 @@ class Run:
     parallelize: str = "stock"
     """"stock" (Titan's own function) or a ``fsdp_wrap`` of ours."""
     world: int = 1
-    ep: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
+    ep: int = _key("parallelism.expert_parallel_degree", 1)
+    pp: int = _key("parallelism.pipeline_parallel_degree", 1)
+    tp: int = _key("parallelism.tensor_parallel_degree", 1)
+    cp: int = _key("parallelism.context_parallel_degree", 1)
     lora: int = 0
     """The rank of Titan's LoRA on the attention's query and output projections; all else frozen."""
     experts: int = 0
@@ -97,15 +102,13 @@ class Run:
     """Titan's quantising converters of the model config, in order (``helpers.converters``)."""
     attention: str = "cpu"
     """"cpu": what a CPU gets instead of FlexAttention. "flex": see ``tests.helpers.on_cpu``."""
-    sequence_parallel: bool = True
-    """Under TP: whether activations between the blocks are split along the sequence too."""
-    cpu_offload: bool = False
-    """``training.enable_cpu_offload``."""
-    dp_replicate: int = 1
+    sequence_parallel: bool = _key("parallelism.enable_sequence_parallel", True)
+    cpu_offload: bool = _key("training.enable_cpu_offload", False)
+    dp_replicate: int = _key("parallelism.data_parallel_replicate_degree", 1)
     """HSDP: copies of the shards; FSDP shards over the rest of the data-parallel ranks."""
     accumulate: int = 1
     """Microbatches of a step whose gradients add up."""
-    backend: str = "spmd_types"
+    backend: str = _key("parallelism.spmd_backend", "spmd_types")
     ac: Any = "selective"
     """selective, full, none, op_policies (``compiled_op_policies``), or the config of a policy.
 
@@ -113,17 +116,17 @@ class Run:
     fp8_early applies the routing scores before the last expert GEMM.
     on_host is selective, and on_host_all is none, with what they keep on the host, exactly.
     """
-    compiled: bool = False
-    compile_backend: str = "inductor"
-    param_dtype: str = "bfloat16"
-    max_norm: float = 1.0
+    compiled: bool = _key("compile.enable", False)
+    compile_backend: str = _key("compile.backend", "inductor")
+    param_dtype: str = _key("training.mixed_precision_param", "bfloat16")
+    max_norm: float = _key("training.max_norm", 1.0)
     """Of gradients. A large one clips nothing: the norm is then logged, and changes no bit."""
-    global_batch: int = 4
-    seq_len: int = 64
+    global_batch: int = _key("training.global_batch_size", 4)
+    seq_len: int = _key("training.seq_len", 64)
     layers: int = 3
     narrow: bool = False
     """Half the parameters, where the model is deepseek_v3: see ``narrow_attention``."""
-    steps: int = 10
+    steps: int = _key("training.steps", 10)
     traced_step: int = 0
     """The step whose collectives are recorded; 0 for none."""
     profiled_step: int = 0
@@ -139,40 +142,29 @@ class Run:
     """
     routing: str = "learned"
     """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
-    reshard: str | int = "default"
-    """``parallelism.fsdp_reshard_after_forward``."""
+    reshard: str | int = _key("parallelism.fsdp_reshard_after_forward", "default")
     reshard_groups: tuple[tuple[str, str | int], ...] = ()
     """``parallelism.fsdp_reshard_groups``; of ours only."""
-    save_all_to_all: str = "auto"
-    """``parallelism.save_all_to_all``; of ours only."""
-    overlap_exchanges: str = "shared_experts"
-    """``parallelism.overlap_exchanges``; of ours only."""
-    exchange_dtype: str | None = None
-    """``parallelism.exchange_dtype``; of ours only."""
-    exchange_rows: str = "expert"
-    """``parallelism.exchange_rows``; of ours only."""
-    replicate: tuple[str, ...] = ()
-    """``parallelism.fsdp_replicate``; of ours only."""
-    prefetch: int | str = 1
-    """``parallelism.fsdp_prefetch``; of ours only."""
+    save_all_to_all: str = _key("parallelism.save_all_to_all", "auto")
+    overlap_exchanges: str = _key("parallelism.overlap_exchanges", "shared_experts")
+    exchange_dtype: str | None = _key("parallelism.exchange_dtype", None)
+    exchange_rows: str = _key("parallelism.exchange_rows", "expert")
+    replicate: tuple[str, ...] = _key("parallelism.fsdp_replicate", ())
+    prefetch: int | str = _key("parallelism.fsdp_prefetch", 1)
     reduce_scatter_buffers: int = 1
     """More: what "auto" takes across nodes, with two units ahead in backward; of ours only."""
     expert_shard_dim: int = 0
     """1: FSDP shards routed experts as it does where there are more ranks than experts."""
     stock_copy_out: bool = False
     """As FSDP2 by itself: such experts in a temporary, buffers freed with the next copy-out."""
-    float8_all_gather: str = "none"
-    """``parallelism.fsdp_float8_all_gather``; of ours only."""
-    expert_reduce_scatter: str | None = None
-    """``parallelism.fsdp_expert_reduce_scatter``; of ours only."""
-    schedule: str = "1F1B"
-    """Of the pipeline."""
+    float8_all_gather: str = _key("parallelism.fsdp_float8_all_gather", "none")
+    expert_reduce_scatter: str | None = _key("parallelism.fsdp_expert_reduce_scatter", None)
+    schedule: str = _key("parallelism.pipeline_parallel_schedule", "1F1B")
     chunked_loss: bool = True
     """Titan's loss runs the head in pieces of the sequence; False: plain cross-entropy."""
-    microbatch_size: int = 1
+    microbatch_size: int = _key("parallelism.pipeline_parallel_microbatch_size", 1)
     """Samples of a microbatch of the pipeline."""
-    typechecked: bool = False
-    """``debug.spmd_typechecking``."""
+    typechecked: bool = _key("debug.spmd_typechecking", False)
     nodes: tuple[int, ...] = ()
     """How many ranks each node has, as torchrun tells them; () for no torchrun."""
     watch_routing: bool = False
@@ -316,29 +308,9 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         config.optimizer.implementation = cast(Any, run.optimizer)
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
-    config.training = TrainingConfig(
-        local_batch_size=max(
-            1, run.global_batch // (run.world // (run.pp * run.tp * run.cp) * run.accumulate)
-        ),
-        global_batch_size=run.global_batch,
-        seq_len=run.seq_len,
-        steps=run.steps,
-        disable_cuda_graphs=True,
-        max_norm=run.max_norm,
-        mixed_precision_param=cast(Any, run.param_dtype),
-        enable_cpu_offload=run.cpu_offload,
-    )
-    config.parallelism.expert_parallel_degree = run.ep
-    config.parallelism.pipeline_parallel_degree = run.pp
-    config.parallelism.tensor_parallel_degree = run.tp
-    config.parallelism.context_parallel_degree = run.cp
-    config.parallelism.enable_sequence_parallel = run.sequence_parallel
-    config.parallelism.data_parallel_replicate_degree = run.dp_replicate
-    config.parallelism.pipeline_parallel_microbatch_size = run.microbatch_size
-    config.parallelism.pipeline_parallel_schedule = run.schedule
-    if isinstance(run.reshard, str):
-        config.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
-    config.parallelism.spmd_backend = cast(Any, run.backend)
+    ranks_of_data = run.world // (run.pp * run.tp * run.cp)
+    local_batch = max(1, run.global_batch // (ranks_of_data * run.accumulate))
+    config.training = TrainingConfig(local_batch_size=local_batch, disable_cuda_graphs=True)
     policies: dict[str, Any] = {
         "selective": SelectiveAC.Config(),
         "full": FullAC.Config(),
@@ -353,8 +325,6 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         "on_host_all": FP8AC.Config(mode="no_recompute", op_policies={"*": "offload"}),
     }
     config.activation_checkpoint = policies[run.ac] if isinstance(run.ac, str) else run.ac
-    config.compile.enable = run.compiled
-    config.compile.backend = run.compile_backend
     config.compile.components = ["model"]
     config.metrics = MetricsProcessor.Config(log_freq=1, enable_tensorboard=True)
     config.checkpoint = CheckpointManager.Config(enable=False)
@@ -362,26 +332,27 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
         config.loss = CrossEntropyLoss.Config()
     config.debug.seed = 42
     config.debug.deterministic = True
-    config.debug.spmd_typechecking = run.typechecked
     config.debug.enable_structured_logging = False
+    _set_keys(config, run)
     if run.parallelize == "stock":
         return _stock_config(config)
     ours = extend_config(config)
+    _set_keys(ours, run)
     ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
-    ours.parallelism.save_all_to_all = cast(Any, run.save_all_to_all)
-    ours.parallelism.fsdp_reshard_after_forward = cast(Any, run.reshard)
     ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
-    ours.parallelism.overlap_exchanges = cast(Any, run.overlap_exchanges)
-    ours.parallelism.exchange_dtype = cast(Any, run.exchange_dtype)
-    ours.parallelism.exchange_rows = cast(Any, run.exchange_rows)
-    ours.parallelism.fsdp_replicate = list(run.replicate)
-    ours.parallelism.fsdp_prefetch = run.prefetch
-    ours.parallelism.fsdp_float8_all_gather = cast(Any, run.float8_all_gather)
-    ours.parallelism.fsdp_expert_reduce_scatter = cast(Any, run.expert_reduce_scatter)
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()
     return ours
+
+
+def _set_keys(config: TitanTrainer.Config, run: Run) -> None:
+    """Those that ``config`` has."""
+    for each in fields(run):
+        section, _, name = each.metadata.get("key", "").partition(".")
+        if name and hasattr(of := getattr(config, section), name):
+            value = getattr(run, each.name)
+            setattr(of, name, list(value) if isinstance(value, tuple) else value)
 
 
 def degrees(backend: Any = "spmd_types", **sizes: int) -> ParallelDims:
