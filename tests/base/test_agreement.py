@@ -3,48 +3,41 @@
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torchtitan.config import CompileConfig, TrainingConfig
 
 import titan_ext
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import degrees, titan_config
+from tests.helpers.training import degrees, meta_model, titan_config
 from titan_ext.base.messages import ranks_in_words
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.stdlib_corpus import STDLIB_CORPUS, default_tokenizer_path, make_corpus
+from titan_ext.parallelize.keys import ParallelismConfig
+from titan_ext.parallelize.recipe import resolve
 from titan_ext.run.start import describe
 from titan_ext.run.trainer import extend_config
 
 
 def _decide() -> tuple:
     """What decides how often a rank communicates, where nodes have 4 and 2 ranks."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.config import CompileConfig, TrainingConfig
-
-    from titan_ext.base.nodes import Nodes
-    from titan_ext.parallelize.keys import ParallelismConfig
-    from titan_ext.parallelize.recipe import resolve
-
     os.environ["LOCAL_WORLD_SIZE"] = "2" if os.environ["RANK"] == "3" else "4"
     dist.init_process_group("gloo")
-    with torch.device("meta"):
-        model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model.build()
     nodes = Nodes.agreed()
-    try:
-        recipes = [
-            resolve(
-                model,
-                parallel_dims=degrees(dp_shard=4, ep=ep),
-                nodes=nodes,
-                training=TrainingConfig(),
-                parallelism=ParallelismConfig(expert_parallel_degree=ep),
-                compile_config=CompileConfig(),
-                ac_config=None,
-            )
-            for ep in (2, 4)
-        ]
-        return nodes.ranks, recipes[1].exchanges.saved, recipes[0].fsdp.wrap
-    finally:
-        dist.destroy_process_group()
+    recipes = [
+        resolve(
+            meta_model(),
+            parallel_dims=degrees(dp_shard=4, ep=ep),
+            nodes=nodes,
+            training=TrainingConfig(),
+            parallelism=ParallelismConfig(expert_parallel_degree=ep),
+            compile_config=CompileConfig(),
+            ac_config=None,
+        )
+        for ep in (2, 4)
+    ]
+    return nodes.ranks, recipes[1].exchanges.saved, recipes[0].fsdp.wrap
 
 
 def test_ranks_of_unequal_nodes_decide_the_same(tmp_path: Path):

@@ -6,7 +6,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torchtitan.config import TrainingConfig
+from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -35,7 +40,6 @@ def _dispatcher_types(spec) -> list[type]:
 
 def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
     spec = titan_config("deepseek_v3_mtp").model_spec
-    assert spec is not None
     for _ in range(2):  # the second time changes nothing
         use_our_dispatchers(spec)
     types = _dispatcher_types(spec)
@@ -48,7 +52,6 @@ def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
 
 def test_leaves_other_dispatchers_alone():
     spec = titan_config("deepseek_v3").model_spec
-    assert spec is not None
     layer = cast(Decoder.Config, spec.model).layers[1]
     padded = TorchAOTokenDispatcher.Config(num_experts=8, top_k=3, pad_multiple=16)
     layer.moe.routed_experts.token_dispatcher = padded
@@ -58,42 +61,29 @@ def test_leaves_other_dispatchers_alone():
 
 def test_extended_spec_keeps_everything_but_the_parallelize_function():
     spec = titan_config("qwen3_moe").model_spec
-    assert spec is not None
-    ours = extend_model_spec(spec)
+    ours: Any = extend_model_spec(spec)
     assert ours.parallelize_fn is parallelize
     for kept in ("name", "flavor", "model", "pipelining_fn"):
         assert getattr(ours, kept) is getattr(spec, kept), kept
-    assert ours.state_dict_adapter is not None
-    assert spec.state_dict_adapter is not None
     assert issubclass(ours.state_dict_adapter, spec.state_dict_adapter)
     assert extend_model_spec(ours) == ours
 
 
 def test_refuses_a_model_by_name():
     spec = titan_config("qwen3").model_spec
-    assert spec is not None
     spec = dataclasses.replace(spec, name="flux", model=BaseModel.Config())
     with pytest.raises(ValueError, match=r"does not serve the model 'flux': its config is"):
         extend_model_spec(spec)
 
 
 def _moe_layers(cases: list[tuple[bool, bool]]) -> list[dict[str, Any]]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-    found = [_moe_layer(mesh, *case) for case in cases]
-    dist.destroy_process_group()
-    return found
+    return [_moe_layer(mesh, *case) for case in cases]
 
 
 def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
     """A step of a layer whose experts lie on two ranks; what ran between all-to-all and wait."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.checkpoint import checkpoint
-    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 
     class Order(TorchDispatchMode):
         names: list[str]
@@ -106,7 +96,6 @@ def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
 
     rank = mesh.get_local_rank()
     spec = titan_config("deepseek_v3").model_spec
-    assert spec is not None
     use_our_dispatchers(spec)
     torch.manual_seed(0)
     layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
@@ -140,7 +129,6 @@ def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
 
 def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
     spec = titan_config("deepseek_v3").model_spec
-    assert spec is not None
     layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
     dispatcher, own = layer.routed_experts.token_dispatcher, object()
     dispatcher.shared_experts = own
@@ -151,7 +139,6 @@ def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
 
 def test_shared_experts_that_ran_ahead_of_other_tokens_run_again():
     spec = titan_config("deepseek_v3").model_spec
-    assert spec is not None
     use_our_dispatchers(spec)
     layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
     overlap_shared_experts(layer)

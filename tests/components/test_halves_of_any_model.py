@@ -14,11 +14,20 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.on_cpu import quick_initialisation
 from tests.helpers.training import Run, make_config
 from titan_ext.base import no_accelerator
+from titan_ext.base.tensors import in_backward
 
 RUN = Run(world=2, ep=2, layers=2, narrow=True, parallelize="submodule", ac="selective")
 RUN = replace(RUN, param_dtype="float32", global_batch=4, seq_len=32)
@@ -71,17 +80,11 @@ def _by_sequence(base: Any, self: Any, x_BLD: Any) -> Any:
 
 
 def _without_grad(base: Any, self: Any, *args: Any) -> Any:
-    import torch
-
     with torch.no_grad():
         return base(*args)
 
 
 def _in_contexts(base: Any, self: Any, *args: Any) -> Any:
-    import torch
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Calls(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -132,8 +135,6 @@ def _block(base: Any, self: Any, x: Any, masks: Any, positions: Any = None) -> A
 
 def _checkpointed(reentrant: bool) -> Callable[..., Any]:
     def block(base: Any, self: Any, x: Any, masks: Any, positions: Any = None) -> Any:
-        from torch.utils.checkpoint import checkpoint
-
         x = x + self.attention(self.attention_norm(x), masks, positions)
         return x + cast(Any, checkpoint)(self.moe, self.ffn_norm(x), use_reentrant=reentrant)
 
@@ -146,8 +147,6 @@ PARTS += ("moe.shared_experts", "moe", "")
 
 def _hook_all(model: Any) -> None:
     """Hooks that count, and that change inputs and outputs, on every part of the MoE block."""
-    from titan_ext.base.tensors import in_backward
-
     model.calls = Counter()
     for path in PARTS:
 
@@ -221,8 +220,6 @@ def _judge(together: Together, folder: Path) -> dict[str, dict[str, Any]]:
 
     The gradients themselves, of all cases, arms and ranks, are 5 GB.
     """
-    import torch.distributed as dist
-
     no_accelerator.enable()
     dist.init_process_group("gloo")
     found = {}
@@ -236,14 +233,11 @@ def _judge(together: Together, folder: Path) -> dict[str, dict[str, Any]]:
                 key: _distance(grad, grads[arms[0]].get(key)) for key, grad in grads[arm].items()
             }
         gc.collect()  # modules and their hooks refer to each other
-    dist.destroy_process_group()
     return found
 
 
 @functools.cache
 def _dims(tp: int, backend: str) -> Any:
-    from torchtitan.distributed import ParallelDims
-
     keys: Any = make_config(replace(TP if tp > 1 else RUN, backend=backend), Path()).parallelism
     return ParallelDims.from_config(keys, 2)
 
@@ -258,9 +252,6 @@ def _distance(grad: Any, other: Any) -> tuple[float, float]:
 
 def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
     """Loss, gradients and what is counted of one forward and backward; or what was raised."""
-    import torch
-    from torch.distributed.tensor import DTensor
-    from torchtitan.distributed import utils as dist_utils
 
     def local(x: Any) -> Any:
         return x.full_tensor() if isinstance(x, DTensor) else x

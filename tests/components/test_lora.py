@@ -7,11 +7,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchtitan.components.lora import LoRAConverter
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, make_config, observed, titan_config
+from titan_ext.api import parallelize, refuse_unmanaged_parameters
 from titan_ext.components.lora import wrong_targets
+from titan_ext.fsdp.unmanaged import unmanaged_parameters
 from titan_ext.run.trainer import extend_config
 
 ADAPTERS = {
@@ -53,7 +58,6 @@ def test_adapters_have_the_same_gradients_in_another_layout(
 @pytest.mark.parametrize("target_modules", [None, ["wkv_a", "wq"]])
 def test_linears_that_cannot_be_adapted_are_named(target_modules: list[str] | None):
     config = titan_config("deepseek_v3")
-    assert config.model_spec is not None
     converter = LoRAConverter.Config(target_modules=target_modules).build()
     config.model_spec.model = cast(Any, converter.convert(config.model_spec.model))
     with pytest.raises(ValueError, match=r"not .*wkv_a.* expected some of .*wq"):
@@ -76,25 +80,15 @@ def test_linears_that_cannot_be_adapted_are_named(target_modules: list[str] | No
 )
 def test_targets_that_no_linear_has_are_named(targets: list[str] | None, said: str):
     config = titan_config("deepseek_v3")
-    assert config.model_spec is not None
     converter = LoRAConverter.Config(target_modules=targets)
     model = cast(Any, converter.build().convert(cast(Any, config.model_spec.model)))
     assert re.search(said, " ".join(wrong_targets(model, converter)))
 
 
 def _refusals(folder: Path) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-    import torch.nn as nn
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-
-    from titan_ext.api import parallelize, refuse_unmanaged_parameters
-    from titan_ext.fsdp.unmanaged import unmanaged_parameters
-
     # Embeddings and head are tied when FSDP comes; under spmd_types Titan ties them again after it.
     run = Run(model="qwen3", parallelize="submodule", backend="partial_dtensor", steps=1)
     config = make_config(run, folder)
-    assert config.model_spec is not None
     with torch.device("meta"):
         wrapped: Any = config.model_spec.model.build()
     trainer = config.build()
@@ -147,7 +141,6 @@ def _refusals(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         found["fsdp1"] = str(error)
     trainer.close()
-    dist.destroy_process_group()
     return found
 
 

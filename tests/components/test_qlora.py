@@ -5,10 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torchao.quantization import NF4Tensor, to_nf4
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
+from titan_ext.base import no_accelerator
+from titan_ext.fsdp.names import find_frozen_linears
+from titan_ext.fsdp.nf4 import quantize_at_first_forward
 
 RUN = Run(world=2, ep=2, lora=8, layers=2, parallelize="submodule", steps=2)
 _CODE_NBYTES = 16 * 2  # NF4's table, in bf16
@@ -31,14 +39,6 @@ class Trained:
 
 
 def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
-    import torch
-    from torch.distributed.fsdp import FSDPModule
-    from torchao.quantization import NF4Tensor, to_nf4
-    from torchtitan.components.checkpointer.utils import canonical_fqn
-
-    from titan_ext.base import no_accelerator
-    from titan_ext.fsdp.names import find_frozen_linears
-
     config: Any = make_config(run, folder)
     if not rounded:
         config.parallelism.fsdp_quantize_frozen = ["*"]
@@ -94,7 +94,6 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
         }
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return result
 
 
@@ -131,13 +130,6 @@ def _loaded_rank(assign: bool) -> tuple[float, float, str]:
 
     Before that and after it, the weight is asked to train, which is refused.
     """
-    import torch
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import distribute_tensor
-    from torchao.quantization import to_nf4
-
-    from titan_ext.fsdp.nf4 import quantize_at_first_forward
-
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False, dtype=torch.bfloat16))
@@ -163,7 +155,6 @@ def _loaded_rank(assign: bool) -> tuple[float, float, str]:
     gathered = model(x).T
     kind = type(model[0].weight.to_local()).__name__
     refuses_to_train()
-    dist.destroy_process_group()
     return (
         (saved.float() - expected.float()).abs().max().item(),
         (gathered.float() - expected.float()).abs().max().item(),

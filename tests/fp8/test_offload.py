@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.activation_checkpoint.test_fp8_ac import _forward, _gradients
+from tests.activation_checkpoint.test_fp8_ac import _block, _forward, _gradients, _input
 from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC, measure_block, memory_report_of
 from titan_ext.fp8 import SavedTensorStore
@@ -257,15 +257,6 @@ def test_a_plan_counts_the_host_apart():
 
 
 # Under the policy.
-
-
-def _block() -> nn.Module:
-    return debug_model(layers=2).layers["1"]
-
-
-def _input() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 64, 256, dtype=torch.bfloat16, requires_grad=True)
 
 
 def _all(policy: str) -> dict[str, str]:

@@ -20,6 +20,7 @@ from tests.helpers.training import Run, make_config
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.components.lora import export_adapters
+from titan_ext.plan.dry_run import plan_activations
 from titan_ext.plan.stand_ins import as_rank
 
 RUN = Run(world=4, experts=5, layers=2, narrow=True, steps=2, parallelize="submodule")
@@ -40,7 +41,6 @@ def _train_watched(run: Run, folder: Path) -> list[int]:
     trainer.train()
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return sizes
 
 
@@ -71,8 +71,6 @@ def test_a_plan_of_the_rank_that_has_nothing(tmp_path: Path):
 
 
 def _plan(rank: int, folder: Path) -> int:
-    from titan_ext.plan.dry_run import plan_activations
-
     with as_rank(4, rank):
         config: Any = make_config(replace(RUN, world=4), folder)
         plan = plan_activations(config, 4, rank, budget=2 * 2**20)

@@ -146,7 +146,6 @@ def _not_as_planned(run: Run, shard_dim: int, folder: Path) -> tuple[list[str], 
         unit.fsdp_module(model).reshard()
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return wrong, counts
 
 

@@ -1,13 +1,12 @@
 """What "auto" means for FSDP's units, prefetch and buffers: a rule, and what the user has set."""
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.models.common.decoder import Decoder
 
-from tests.helpers.training import degrees, titan_config
+from tests.helpers.training import degrees, meta_model
 from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.auto import AUTO_BACKWARD, Choice, choose
 from titan_ext.fsdp.resolve import resolve_sharding
@@ -16,8 +15,7 @@ from titan_ext.fsdp.settings import FSDPSettings
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    with torch.device("meta"):
-        return cast(Any, titan_config("deepseek_v3").model_spec).model.build()
+    return meta_model()
 
 
 NODES = Nodes(ranks=8, nvlink_domain=8)
@@ -70,9 +68,8 @@ def test_what_the_user_has_set_stays(given: dict[str, Any], expected: tuple, mod
 
 def test_a_dense_model_has_nothing_to_split():
     """Expert parallelism may be on all the same: Titan takes it, and the ranks shard as without."""
-    with torch.device("meta"):
-        dense = cast(Any, titan_config("llama3").model_spec).model.build()
-    assert _chosen(choose(dense, FSDPSettings(), degrees(**_ACROSS), NODES)) == ("block", None, 1)
+    choice = choose(meta_model("llama3"), FSDPSettings(), degrees(**_ACROSS), NODES)
+    assert _chosen(choice) == ("block", None, 1)
 
 
 def test_a_torch_without_the_buffers(model: Decoder, monkeypatch: pytest.MonkeyPatch):

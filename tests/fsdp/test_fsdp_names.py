@@ -22,7 +22,6 @@ from titan_ext.fsdp.units import plan_units, replicated_by_unit, units_without
 
 def _model(name: str = "deepseek_v3", *, lora: bool = False) -> Decoder:
     config = titan_config(name)
-    assert config.model_spec is not None
     model_config = cast(Decoder.Config, config.model_spec.model)
     model_config.layers = model_config.layers[:2]
     if lora:

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.config import ConfigManager, TrainingConfig
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 
 from tests.helpers.toml_files import DEBUG
-from tests.helpers.training import degrees, titan_config
+from tests.helpers.training import degrees, meta_model, titan_config
 from titan_ext.api import build_decoder
 from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.plan import FSDPPlan
@@ -38,12 +36,7 @@ def _plan(
     return resolve_sharding(built, FSDPSettings(wrap=wrap, **settings), dims, Nodes(8, 8))
 
 
-@functools.cache
-def _built(model: str) -> Decoder:
-    spec = titan_config(model).model_spec
-    assert spec is not None
-    with torch.device("meta"):
-        return cast(Decoder, spec.model.build())
+_built = functools.cache(meta_model)
 
 
 def _decisions(plan: FSDPPlan) -> dict[str, bool | int]:

@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.distributed.utils import get_spmd_context
+from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import narrow_attention
@@ -14,11 +18,6 @@ from titan_ext.activation_checkpoint import FP8AC
 
 def _largest_differences(wrap: Any) -> dict[str, float]:
     """Of logits after a part ran without gradients and weights changed, by part."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.distributed.utils import get_spmd_context
-    from torchtitan.models.deepseek_v3 import model_registry
-
     dist.init_process_group("gloo")
     spec = model_registry("debugmodel")
     decoder: Any = spec.model
@@ -65,17 +64,11 @@ def _largest_differences(wrap: Any) -> dict[str, float]:
             after(lambda: None, 0.5)
             found[part.__name__] = (after(part) - truth).abs().max().item()
         found["other weights"] = (after(lambda: None, 0.5) - truth).abs().max().item()
-    dist.destroy_process_group()
     return found
 
 
 def _after_a_failed_backward(ac: str) -> list[str]:
     """What the next forward says, then what differs in a step after the reset."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.distributed.utils import get_spmd_context
-    from torchtitan.models.deepseek_v3 import model_registry
-
     dist.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)
     spec = model_registry("debugmodel")
@@ -112,7 +105,6 @@ def _after_a_failed_backward(ac: str) -> list[str]:
         cast(Any, model).reset_iter_state()
         again = gradients()
         said += [name for name in truth if not again[name].equal(truth[name])]
-    dist.destroy_process_group()
     return said
 
 

@@ -4,6 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
 from tests.helpers.cluster import run_ranks
 from titan_ext import api
@@ -13,8 +20,6 @@ TOKENS, STEPS = 32, 2
 
 def _forward(model: Any, tokens: Any, positions: Any = None, attention_masks: Any = None) -> Any:
     """A user's: a penalty from the head's weight, and logits without a call of the head."""
-    from torch.nn.functional import linear
-
     h = model.tok_embeddings(tokens)
     for layer in model.layers.values():
         h = layer(h, attention_masks, positions)
@@ -27,12 +32,6 @@ def _forward(model: Any, tokens: Any, positions: Any = None, attention_masks: An
 
 def _errors_of_gradients(wrap: Any) -> dict[str, float]:
     """The largest error of a gradient beside those of the whole model, by kind of head."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.components.loss import ChunkedLossWrapper
-    from torchtitan.models.llama3 import model_registry
-    from torchtitan.models.llama3.model import Llama3Model
-
     dist.init_process_group("gloo")
     Llama3Model.forward = _forward  # type: ignore[method-assign]
     errors = {}
@@ -69,7 +68,6 @@ def _errors_of_gradients(wrap: Any) -> dict[str, float]:
                 found = model.get_parameter(name).grad.full_tensor()
                 worst = max(worst, ((found - param.grad).norm() / param.grad.norm()).item())
         errors[f"chunked {chunked}, calls its head {calls_head}"] = worst
-    dist.destroy_process_group()
     return errors
 
 
@@ -90,12 +88,6 @@ READS = {
 
 def _messages() -> dict[str, str]:
     """What is said of a block that reads its attention's output projection, by kind of read."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torchtitan.models.llama3 import model_registry
-    from torchtitan.models.llama3.model import Llama3TransformerBlock
-
     dist.init_process_group("gloo")
     forward, read = Llama3TransformerBlock.forward, lambda weight: 0.0
 
@@ -133,7 +125,6 @@ def _messages() -> dict[str, str]:
     messages["left"] = str(any(left))
     read = READS["shard"]
     messages["second step"] = step(model)
-    dist.destroy_process_group()
     return messages
 
 
@@ -149,10 +140,6 @@ def test_a_weight_that_is_read_past_its_module_is_refused_by_name(tmp_path: Path
 
 def _penalised() -> tuple[str, float]:
     """What is said of a penalty on weights, and the error of gradients made as that says."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.models.llama3 import model_registry
-
     dist.init_process_group("gloo")
     spec: Any = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:1]
@@ -175,7 +162,6 @@ def _penalised() -> tuple[str, float]:
         (loss() + 0.1 * sum(getattr(x, "full_tensor", lambda x=x: x)() for x in sums)).backward()
     except ValueError as refusal:
         message = str(refusal)
-    dist.destroy_process_group()
     return message, error
 
 

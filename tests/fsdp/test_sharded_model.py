@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, make_config
+from titan_ext.fsdp.plan import plan_of
 
 LAYOUTS = [
     Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap, layers=2)
@@ -25,14 +31,6 @@ LAYOUTS = [
 
 
 def _inspect(run: Run, folder: Path) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-    from torchtitan.components.checkpointer.utils import canonical_fqn
-
-    from titan_ext.fsdp.plan import plan_of
-
     trainer = make_config(run, folder).build()
     (model,) = trainer.model_parts
     plan = plan_of(model)
@@ -66,7 +64,6 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
     }
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return report
 
 

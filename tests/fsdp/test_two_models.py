@@ -4,6 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torchtitan.distributed.utils import get_spmd_context
+from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import narrow_attention
@@ -12,23 +16,14 @@ from titan_ext import api
 
 def _trained() -> tuple[list[float], list[float], list[list[float]]]:
     """Losses of two decoders that train one after the other, and of both in turn."""
-    import torch
-    import torch.distributed as dist
-
     dist.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)
     (first,), (second,), together = _train([1]), _train([2]), _train([1, 2])
-    dist.destroy_process_group()
     return first, second, together
 
 
 def _train(seeds: list[int]) -> list[list[float]]:
     """Train one decoder for each seed, step by step in turn; their losses."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.distributed.utils import get_spmd_context
-    from torchtitan.models.deepseek_v3 import model_registry
-
     models = []
     for seed in seeds:
         torch.manual_seed(seed)

@@ -8,22 +8,13 @@ import torch.nn as nn
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.decoder import Decoder
 
-from tests.helpers.training import degrees, titan_config
+from tests.helpers.training import degrees, meta_model
 from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.resolve import resolve_sharding
 from titan_ext.fsdp.settings import FSDPSettings
 from titan_ext.fsdp.units import Unit, UnitKind, plan_units
 
 MODELS = ["deepseek_v3", "deepseek_v3_mtp", "qwen3", "qwen3_moe", "muse_glimmer"]
-
-
-def _build(model: str, layers: int = 3) -> Decoder:
-    spec = titan_config(model).model_spec
-    assert spec is not None
-    config = cast(Decoder.Config, spec.model)
-    config.layers = config.layers[:layers]
-    with torch.device("meta"):
-        return cast(Decoder, config.build())
 
 
 def _names(units: list[Unit]) -> list[str]:
@@ -35,7 +26,7 @@ def _params(model: Decoder, unit: Unit) -> set[nn.Parameter]:
 
 
 def test_submodule_units_of_a_moe_decoder():
-    assert _names(plan_units(_build("deepseek_v3"), "submodule")) == [
+    assert _names(plan_units(meta_model(layers=3), "submodule")) == [
         "tok_embeddings",
         "layers.0.attention",
         "layers.0.feed_forward",
@@ -48,7 +39,7 @@ def test_submodule_units_of_a_moe_decoder():
 
 
 def test_block_units_are_whole_blocks():
-    decoder = _build("deepseek_v3")
+    decoder = meta_model(layers=3)
     units = plan_units(decoder, "block")
     assert _names(units) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "lm_head"]
     assert units[-1].module_names == ("norm", "lm_head")
@@ -63,7 +54,7 @@ def test_block_units_are_whole_blocks():
 @pytest.mark.parametrize("wrap", ["submodule", "block"])
 def test_every_parameter_is_in_one_unit_so_that_the_root_owns_none(model: str, wrap):
     """And norms are never a unit of their own."""
-    decoder = _build(model)
+    decoder = meta_model(model, 3)
     owned = [_params(decoder, unit) for unit in plan_units(decoder, wrap)]
     assert sum(map(len, owned)) == len(set().union(*owned))
     assert set().union(*owned) == set(decoder.parameters())
@@ -71,7 +62,7 @@ def test_every_parameter_is_in_one_unit_so_that_the_root_owns_none(model: str, w
 
 
 def test_tied_embeddings_and_head_are_one_unit():
-    decoder = _build("qwen3")
+    decoder = meta_model("qwen3", 3)
     first, *rest = plan_units(decoder, "submodule")
     assert first.kind is UnitKind.TIED
     assert first.modules(decoder) == [decoder.tok_embeddings, decoder.norm, decoder.lm_head]
@@ -79,7 +70,7 @@ def test_tied_embeddings_and_head_are_one_unit():
 
 
 def test_pipeline_chunks():
-    decoder = _build("deepseek_v3")
+    decoder = meta_model(layers=3)
     decoder.tok_embeddings = decoder.lm_head = None
     assert _names(plan_units(decoder, "block")) == ["layers.0", "layers.1", "layers.2", "norm"]
     decoder.norm = None
@@ -88,7 +79,7 @@ def test_pipeline_chunks():
 
 def test_units_are_found_inside_activation_checkpointing():
     """Those that were planned before wrap what wraps their modules now."""
-    decoder = _build("deepseek_v3")
+    decoder = meta_model(layers=3)
     plain, block = _names(plan_units(decoder, "submodule")), plan_units(decoder, "block")[1]
     (bare,) = block.modules(decoder)
     SelectiveAC.Config().build(dump_folder="").apply(decoder)
@@ -101,7 +92,7 @@ def test_units_are_found_inside_activation_checkpointing():
 
 
 def test_a_block_with_parameters_of_its_own_is_a_unit_around_the_others():
-    decoder = _build("deepseek_v3")
+    decoder = meta_model(layers=3)
     block = decoder.layers["1"]
     block.register_parameter("gain", nn.Parameter(torch.empty(4, device="meta")))
     names = _names(plan_units(decoder, "submodule"))
@@ -109,7 +100,7 @@ def test_a_block_with_parameters_of_its_own_is_a_unit_around_the_others():
 
 
 def test_experts_apart_are_a_unit_inside_their_block():
-    decoder = _build("deepseek_v3")
+    decoder = meta_model(layers=3)
     units = plan_units(decoder, "experts")
     assert _names(units)[:6] == [
         *("tok_embeddings", "layers.0", "layers.1", "layers.1.experts"),
@@ -126,7 +117,7 @@ def test_experts_apart_are_a_unit_inside_their_block():
 
 
 def test_experts_of_another_name_are_told_with_their_block():
-    model = _build("deepseek_v3")
+    model = meta_model(layers=3)
     block = cast(nn.Module, model.layers["1"])
     block.mixture = block.moe
     del block.moe

@@ -6,10 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed.utils import clip_grad_norm_, get_spmd_context
+from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import count
 from tests.helpers.training import Run, Runs, narrow_attention, observed
+from titan_ext import api
 
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
 EXPERTS = Run(world=2, ep=2, layers=2, parallelize="submodule", keep_gradients=True, max_norm=1e9)
@@ -37,16 +45,6 @@ def test_replicated_trains_as_sharded(run: Run, runs: Runs):
 
 
 def _own_loop(folder: Path) -> dict[str, Any]:
-    import torch
-    import torch.distributed as dist
-    import torch.nn as nn
-    from torch.distributed.tensor import DTensor
-    from torchtitan.config import TrainingConfig
-    from torchtitan.distributed.utils import clip_grad_norm_, get_spmd_context
-    from torchtitan.models.deepseek_v3 import model_registry
-
-    from titan_ext import api
-
     dist.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)
     torch.manual_seed(42)
@@ -97,7 +95,6 @@ def _own_loop(folder: Path) -> dict[str, Any]:
             optimizer.zero_grad()
     found["ignored is whole"] = not isinstance(model.get_parameter(f"{ignored}.weight"), DTensor)
     dist.barrier()
-    dist.destroy_process_group()
     return found
 
 

@@ -162,7 +162,6 @@ def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
     ]
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return leg
 
 

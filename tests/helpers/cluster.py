@@ -54,8 +54,8 @@ def run_ranks(
     """Call ``function(*args)`` in ``world_size`` processes; return their results by rank.
 
     The processes have RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun;
-    the function initialises the process group if it needs one. Their output goes to
-    ``log_folder/rank_N.log``.
+    the function initialises the process group if it needs one, which ends with its process. Their
+    output goes to ``log_folder/rank_N.log``.
 
     Raises:
         RankError: if a rank raises, dies, or runs past ``timeout_s``.

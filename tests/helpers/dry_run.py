@@ -7,6 +7,7 @@ mesh, unit and shard is made as on the real cluster, and nothing is computed.
 import os
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,8 +53,7 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
     dist.init_process_group("fake", rank=0, world_size=world_size)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    spec = config.model_spec
-    assert spec is not None
+    spec: Any = config.model_spec
     spec.model.update_from_config(config=config)
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
         model = spec.model.build()
@@ -66,7 +66,6 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
         "dump_folder": "",
     }
     if parallel_dims.pp_enabled:
-        assert spec.pipelining_fn is not None
         _, chunks, _, _ = spec.pipelining_fn(
             model,
             **arguments,

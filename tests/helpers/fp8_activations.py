@@ -48,7 +48,6 @@ def _debug_model(
 ) -> tuple[Decoder, torch.Tensor]:
     """With the state that random numbers have after it."""
     spec = titan_config(name).model_spec
-    assert spec is not None
     replace_configs(spec, FlexAttention.Config, lambda _: ScaledDotProductAttention.Config())
     config = cast(Decoder.Config, convert(spec.model, converters))
     config.layers = config.layers[:layers]

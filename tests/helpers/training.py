@@ -43,7 +43,6 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3 import _build_dsv3_layers
 from torchtitan.tools.logging import init_logger
-from torchtitan.trainer import Trainer as TitanTrainer
 
 from tests.helpers import muon
 from tests.helpers.cluster import PATIENCE_S, run_ranks
@@ -283,29 +282,26 @@ class Runs:
             return pickle.loads(file.read_bytes())
 
 
-def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
+def make_config(run: Run, folder: Path) -> Any:
     """The trainer config of ``run``: Titan's own class for "stock", ours otherwise."""
     config = titan_config(run.model)
-    assert config.model_spec is not None
-    model_config = cast(Decoder.Config, config.model_spec.model)
+    model_config = config.model_spec.model
     model_config.layers = model_config.layers[: run.layers]
     if run.narrow and run.model == "deepseek_v3":
         narrow_attention(model_config)
     if run.experts:
         set_num_experts(model_config, run.experts)
-    model_config = cast(
-        Decoder.Config, convert(model_config, run.converters, compiled=run.compiled)
-    )
+    model_config = convert(model_config, run.converters, compiled=run.compiled)
     config.model_spec.model = model_config
     if run.lora:
         converter = LoRAConverter.Config(rank=run.lora, target_modules=["wq", "wo"]).build()
-        config.model_spec.model = cast(Decoder.Config, converter.convert(model_config))
+        config.model_spec.model = converter.convert(model_config)
         config.model_spec.post_optimizer_build_fn = None  # ours freezes the routers' bias too
     config.hf_assets_path = str(default_tokenizer_path())
     if run.optimizer == "muon":
         config.optimizer = muon.config(run.model, spelt_out=run.parallelize == "stock")
     elif run.optimizer != "default":
-        config.optimizer.implementation = cast(Any, run.optimizer)
+        config.optimizer.implementation = run.optimizer
     config.dump_folder = str(folder)
     config.dataloader = HuggingFaceTextDataLoader.Config(dataset=STDLIB_CORPUS)
     ranks_of_data = run.world // (run.pp * run.tp * run.cp)
@@ -336,17 +332,17 @@ def make_config(run: Run, folder: Path) -> TitanTrainer.Config:
     _set_keys(config, run)
     if run.parallelize == "stock":
         return _stock_config(config)
-    ours = extend_config(config)
+    ours: Any = extend_config(config)
     _set_keys(ours, run)
-    ours.parallelism.fsdp_wrap = cast(Any, run.parallelize)
-    ours.parallelism.fsdp_reshard_groups = cast(Any, dict(run.reshard_groups))
+    ours.parallelism.fsdp_wrap = run.parallelize
+    ours.parallelism.fsdp_reshard_groups = dict(run.reshard_groups)
     # As when a file or the command line gives these values.
     ours.parallelism.__post_init__()
     ours.__post_init__()
     return ours
 
 
-def _set_keys(config: TitanTrainer.Config, run: Run) -> None:
+def _set_keys(config: Any, run: Run) -> None:
     """Those that ``config`` has."""
     for each in fields(run):
         section, _, name = each.metadata.get("key", "").partition(".")
@@ -393,7 +389,7 @@ def deepseek_v3_layers(dim: int, **changes: Any) -> list[Any]:
     return _build_dsv3_layers(dim=dim, **(small | changes))
 
 
-def titan_config(model: str) -> TitanTrainer.Config:
+def titan_config(model: str) -> Any:
     from torchtitan.models.deepseek_v3 import config_registry as deepseek_v3
     from torchtitan.models.gpt_oss import config_registry as gpt_oss
     from torchtitan.models.llama3 import config_registry as llama3
@@ -411,6 +407,14 @@ def titan_config(model: str) -> TitanTrainer.Config:
         "muse_glimmer": muse_glimmer.muse_glimmer_debugmodel,
         "kimi_text": _kimi_text,
     }[model]()
+
+
+def meta_model(name: str = "deepseek_v3", layers: int | None = None) -> Any:
+    """A debug model, or its first layers, on the meta device."""
+    config = titan_config(name).model_spec.model
+    config.layers = config.layers[:layers]
+    with torch.device("meta"):
+        return config.build()
 
 
 def narrow_attention(config: Decoder.Config) -> None:
@@ -436,23 +440,21 @@ def set_num_experts(config: Decoder.Config, experts: int) -> None:
             part.num_experts = experts
 
 
-def _kimi_text() -> TitanTrainer.Config:
+def _kimi_text() -> Any:
     """Kimi's debug model without its vision tower, on text, with AdamW for its sharded Muon."""
     from torchtitan.models.kimi_k2_7 import config_registry as kimi
 
-    config = kimi.kimi_k2_5_debugmodel()
-    assert config.model_spec is not None
-    cast(Any, config.model_spec.model).vision_encoder = None
+    config: Any = kimi.kimi_k2_5_debugmodel()
+    config.model_spec.model.vision_encoder = None
     config.tokenizer = HuggingFaceTokenizer.Config()
     config.optimizer = default_adamw(lr=8e-4)
     return config
 
 
-def _stock_config(config: TitanTrainer.Config) -> TitanTrainer.Config:
+def _stock_config(config: Any) -> Any:
     """Titan's config and spec, with what a CPU needs: SDPA for Flex, and SUM for PREMUL_SUM."""
     no_accelerator.adapt_config(config)
     spec = config.model_spec
-    assert spec is not None
     titan_parallelize = spec.parallelize_fn
 
     def parallelize_for_gloo(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -567,7 +569,6 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
     )
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return result
 
 

@@ -33,8 +33,7 @@ def _shards(run: Run, folder: Path) -> dict[str, Shard]:
     os.environ["WORLD_SIZE"] = str(run.world)
     with any_gpu(), flex_on_cpu():
         config = make_config(run, folder)
-        spec = config.model_spec
-        assert spec is not None
+        spec: Any = config.model_spec
         dist.init_process_group("fake", rank=0, world_size=run.world)
         parallel_dims = ParallelDims.from_config(config.parallelism, run.world)
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)

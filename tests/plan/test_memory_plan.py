@@ -87,7 +87,6 @@ def _measure(run: Run, folder: Path) -> Measured:
             now += event.nbytes()
             allocated = max(allocated, now)
     trainer.close()
-    dist.destroy_process_group()
     return Measured(allocated, lasting, live.peak, trace.events)
 
 

@@ -102,7 +102,6 @@ def _count(run: Run, folder: Path) -> int:
     with counter:
         trainer.train_step(batches)
     trainer.close()
-    dist.destroy_process_group()
     return counter.get_total_flops()
 
 
@@ -213,7 +212,6 @@ def _on_a_clock(body: Callable[[torch.cpu.Stream, list], None]) -> dict[str, flo
     kept: list[torch.Tensor] = []
     with FakeTensorMode(), live, clock:
         body(torch.cpu.Stream(), kept)
-    dist.destroy_process_group()
     once = clock.passes[0]
     return {category: once.ms[IDEAL].get(category, 0.0) for category in Category} | once.kernels
 

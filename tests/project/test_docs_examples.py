@@ -16,10 +16,22 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.run import get_args_parser
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.config import ConfigManager, TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
+from torchtitan.distributed.utils import get_spmd_context
+from torchtitan.tools.logging import init_logger
 
 from tests.helpers import muon
 from tests.helpers.cluster import run_line, run_ranks
 from tests.helpers.toml_files import DEBUG, Loader
+from titan_ext import api, config_registry
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.base.stdlib_corpus import default_folder, make_corpus
 from titan_ext.components.optim import resolve_groups
 from titan_ext.config_registry.resolve import resolve
@@ -79,8 +91,6 @@ def test_every_python_example_has_a_test():
 
 
 def test_a_config_function_in_python(folder: Path):
-    from torchtitan.config import ConfigManager
-
     (module,) = re.findall(r"`--module (\w+) --config my_16b`", PAGES["docs/configs.md"])
     (folder / f"{module}.py").write_text(examples("python")["docs/configs.md", 0])
     with contextlib.ExitStack() as stack:
@@ -96,9 +106,6 @@ def test_float8_store(capsys: pytest.CaptureFixture):
 
 
 def _build_with_fp8() -> int:
-    import torch.distributed as dist
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-
     dist.init_process_group("gloo")
     model = _python("docs/float8.md")["model"]
     return sum(isinstance(block, CheckpointWrapper) for block in model.layers.values())
@@ -109,8 +116,6 @@ def test_fp8_in_an_own_loop(tmp_path: Path):
 
 
 def _run_own_loop() -> list[float]:
-    from torchtitan.tools.logging import init_logger
-
     init_logger()
     return _python("docs/your_model.md", 2)["losses"]
 
@@ -125,10 +130,6 @@ def test_own_loop(tmp_path: Path):
 
 def _train_with_adapters(folder: Path) -> dict[str, Any]:
     """As ``--module my_adapters --config with_adapters``, on data and a size for a test."""
-    from torchtitan.components.checkpointer.utils import canonical_fqn
-    from torchtitan.config import ConfigManager
-    from torchtitan.tools.logging import init_logger
-
     init_logger()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -184,8 +185,6 @@ def test_your_model_trains_as_the_page_says(tmp_path: Path):
 
 @pytest.mark.parametrize("axis", ["tp_enabled", "cp_enabled", "ep_enabled"])
 def test_which_axes_need_a_declaration(axis: str):
-    from torch import nn
-
     axes: Any = SimpleNamespace(tp_enabled=False, cp_enabled=False, ep_enabled=False)
     setattr(axes, axis, True)
     model = nn.ModuleDict({"inner_experts": nn.Linear(2, 2)})
@@ -196,13 +195,6 @@ def test_which_axes_need_a_declaration(axis: str):
 
 def _your_model(tp: int) -> dict[str, list[float]]:
     """The gradients of the gains, from sums that only rounding changes."""
-    import torch
-    import torch.distributed as dist
-    from torchtitan.config import TrainingConfig
-    from torchtitan.distributed.utils import get_spmd_context
-
-    from titan_ext import api
-
     code = examples("python")
     names: dict[str, Any] = {"__name__": __name__}
     exec(code[YOURS, 0], names)
@@ -216,13 +208,11 @@ def _your_model(tp: int) -> dict[str, list[float]]:
     )
     with get_spmd_context(parallel_dims=parallel_dims)():
         (model(torch.arange(64).view(2, 32)).float().pow(2).sum() / 1e4).backward()
-    gains = {
+    return {
         name: cast(Any, param.grad).full_tensor().tolist()
         for name, param in model.named_parameters()
         if "gain" in name
     }
-    dist.destroy_process_group()
-    return gains
 
 
 def test_your_model_with_tensor_parallelism(tmp_path: Path):
@@ -266,11 +256,8 @@ def test_every_key_of_a_toml_example_arrives(folder: Path, place: tuple[str, int
 
 def test_muon_from_a_file(config: Loader):
     """The matrix trains with this pattern (tests.helpers.muon)."""
-    import torch
-
     ours = config(_TOML["docs/lora.md", 2])
     assert ours.optimizer.param_groups[0].pattern == muon.PATTERN
-    assert ours.model_spec is not None
     with torch.device("meta"):
         shapes = {n: p.shape for n, p in ours.model_spec.model.build().named_parameters()}
     matrices, rest = resolve_groups(shapes, ours.optimizer.param_groups)
@@ -363,8 +350,6 @@ def _unknown_variable(assignment: str) -> Iterator[str]:
 
 
 def _unknown_torchrun_flags(words: list[str]) -> Iterator[str]:
-    from torch.distributed.run import get_args_parser
-
     known = {name.replace("_", "-") for name in get_args_parser()._option_string_actions}
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
         if "." not in flag and flag.replace("_", "-") not in known | {"--module", "--config"}:
@@ -374,11 +359,6 @@ def _unknown_torchrun_flags(words: list[str]) -> Iterator[str]:
 @functools.cache
 def _keys_of_a_run() -> frozenset[str]:
     """The dotted keys of every section, policy and choice of the model; and the sections."""
-    from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC
-
-    from titan_ext import config_registry
-    from titan_ext.activation_checkpoint import FP8AC
-
     config = config_registry.__getattr__("deepseek_v3_debugmodel")()
     keys = set(leaves(config))
     for policy in (FP8AC, FullAC, MemoryBudgetAC, SelectiveAC):

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from torchtitan.models.common.moe import GroupedExperts
@@ -69,11 +69,10 @@ def test_parallelizes_at_its_world_size(name: str, tmp_path: Path):
 @pytest.mark.parametrize("name", NAMES)
 def test_degrees_fit_the_world_size(name: str):
     """What a dry run does not see: tokens and experts are split evenly."""
-    config = load(FOLDER / f"{name}.toml")
+    config: Any = load(FOLDER / f"{name}.toml")
     p = config.parallelism
     splits = p.context_parallel_degree * p.tensor_parallel_degree
     assert config.training.seq_len % (2 * splits) == 0
-    assert config.model_spec is not None
     for _, experts, *_ in config.model_spec.traverse(GroupedExperts.Config):
         assert cast(GroupedExperts.Config, experts).num_experts % p.expert_parallel_degree == 0
     if p.expert_parallel_degree > 1:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchtitan.tools.logging import init_logger
 
 from tests.helpers.cluster import forked_commands, run_ranks
 from tests.helpers.fp8_activations import debug_model
@@ -44,8 +45,6 @@ budget = "{BUDGET // 2**20}MiB"
 
 def _train(folder: Path) -> tuple[int, FP8AC.Config | None]:
     """Bytes that the blocks hold after one forward, and the policy."""
-    from torchtitan.tools.logging import init_logger
-
     init_logger()
     config = load(folder / "run.toml")
     config.dump_folder = str(folder / "run")
@@ -56,7 +55,6 @@ def _train(folder: Path) -> tuple[int, FP8AC.Config | None]:
     result = sum(row.nbytes for row in rows), trainer.config.activation_checkpoint
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return result
 
 

@@ -154,5 +154,4 @@ def _train_until_the_end(folder: Path, data: Any) -> tuple[int, list[list[float]
     step = trainer.step
     trainer.close()
     dist.barrier()
-    dist.destroy_process_group()
     return step, biases, samples

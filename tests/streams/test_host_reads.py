@@ -59,7 +59,6 @@ def _reads(run: Run, folder: Path) -> Counter[str]:
     for patch in patches:
         patch.stop()
     trainer.close()
-    torch.distributed.destroy_process_group()
     return found
 
 

@@ -83,36 +83,30 @@ def _is_expert(name: str) -> bool:
     return "inner_experts" in name
 
 
-def experts_times_ep() -> Any:
-    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        if _is_expert(name):
-            grad.mul_(trainer.parallel_dims.ep)
-
-    return _gradients(change)
-
-
-def degrees_mixed_up() -> Any:
-    """Experts' gradients times EP and divided by EDP: right where the two are equal."""
+def _scaled(is_it: Callable[[str], bool], factor: Callable[[Any], float]) -> Callable[[], Any]:
+    """Gradients of what ``is_it``, by name, are a ``factor`` of the trainer's too large."""
 
     def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        if _is_expert(name):
-            grad.mul_(trainer.job.layout.ep**2 / trainer.job.layout.shards)
+        if is_it(name):
+            grad.mul_(factor(trainer))
 
-    return _gradients(change)
+    return lambda: _gradients(change)
+
+
+experts_times_ep = _scaled(_is_expert, lambda trainer: trainer.parallel_dims.ep)
+# Times EP and divided by EDP: right where the two are equal.
+degrees_mixed_up = _scaled(
+    _is_expert, lambda trainer: trainer.job.layout.ep**2 / trainer.job.layout.shards
+)
+not_synchronized = _scaled("lm_head.weight".__eq__, lambda _: 1 + dist.get_rank())
+last_block = _scaled(lambda name: name.startswith("layers.4."), lambda _: 0.5)
+third_step = _scaled(bool, lambda trainer: 1.01 if trainer.step >= 3 else 1.0)
 
 
 def idle_expert() -> Any:
     def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
         if _is_expert(name) and "layers.1." in name and dist.get_rank() == 0:
             grad[0].zero_()
-
-    return _gradients(change)
-
-
-def not_synchronized() -> Any:
-    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        if name == "lm_head.weight":
-            grad.mul_(1 + dist.get_rank())
 
     return _gradients(change)
 
@@ -321,22 +315,6 @@ def rank_without_tokens() -> Any:
             labels.clamp_(min=0)
 
     return _microbatches(trained)
-
-
-def last_block() -> Any:
-    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        if name.startswith("layers.4."):
-            grad.mul_(0.5)
-
-    return _gradients(change)
-
-
-def third_step() -> Any:
-    def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        if trainer.step >= 3:
-            grad.mul_(1.01)
-
-    return _gradients(change)
 
 
 def idle_rank() -> Any:

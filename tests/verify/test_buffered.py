@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.helpers.cluster import run_ranks
+from titan_ext.base import no_accelerator
+from titan_ext.verify.buffered import BufferedTokenDispatcher
 
 RANKS, TOKENS, TOP_K, EXPERTS, DIM = 2, 5, 3, 8, 4
 
@@ -22,12 +26,6 @@ def _of_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def _layer(share: float, pad_multiple: int | None) -> dict[str, Any]:
     """Two passes of a layer, whose expert e multiplies by e + 1, and what the second one gave."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from titan_ext.base import no_accelerator
-    from titan_ext.verify.buffered import BufferedTokenDispatcher
-
     no_accelerator.enable()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -52,7 +50,6 @@ def _layer(share: float, pad_multiple: int | None) -> dict[str, Any]:
         out_TD = dispatcher.combine(rows_RD * torch.cat([times, filler])[:, None], metadata, x_TD)
         (out_TD * torch.arange(1.0, DIM + 1)).sum().backward()
         found = {"out": out_TD.detach(), "x": x_TD.grad, "scores": scores_TK.grad}
-    dist.destroy_process_group()
     rows = dispatcher.rows.tolist()
     return {k: v.tolist() for k, v in found.items()} | {"rows": rows, "size": len(rows_RD)}
 

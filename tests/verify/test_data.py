@@ -19,7 +19,13 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.helpers.cluster import run_ranks
+from titan_ext.base.nodes import Nodes
 from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.config_registry.verify import Verify
+from titan_ext.verify import data
+from titan_ext.verify.ranks import RunError
+from titan_ext.verify.small import Layout, layout_of
 
 LENGTH = 64
 
@@ -151,12 +157,6 @@ SAYS = {
 
 def _looks(folder: Path) -> dict[str, str]:
     """What is said of each case, by name."""
-    from titan_ext.base.nodes import Nodes
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.verify import data
-    from titan_ext.verify.ranks import RunError
-    from titan_ext.verify.small import Layout
-
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     nodes = Nodes(8, 8)
     layout = Layout(dp_replicate=2, dp_shard=4, cp=1, tp=2, pp=2, ep=1, nodes=nodes)
@@ -187,11 +187,6 @@ def _looks(folder: Path) -> dict[str, str]:
 
 def _commands(folder: Path) -> list[tuple[bool, list[str], str]]:
     """What the command makes of a fault: is it right, what is not verified, and what is printed."""
-    from titan_ext.base.nodes import Nodes
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.config_registry.verify import Verify
-    from titan_ext.verify.small import layout_of
-
     found = []
     for fault in ("", "one for all", "raises"):
         config = resolve("moe_debug.toml").config

@@ -31,6 +31,7 @@ from tests.helpers.training import Run, Runs, observed, titan_config
 from tests.matrix.exact import differences
 from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_in_float8
+from titan_ext.config_registry.commands import main
 from titan_ext.fp8.codec import default_codec
 
 patch = unittest.mock.patch.object
@@ -102,7 +103,6 @@ def in_fewer_bits() -> Iterator[None]:
 def _layer(kind: type = FunctionalAllToAllTokenDispatcher, *, float8: bool = False) -> Any:
     """A MoE layer of DeepSeek-V3, parallelized on the one rank that there is."""
     spec = titan_config("deepseek_v3").model_spec
-    assert spec is not None
     config: Any = copy.deepcopy(spec.model)
     config = config.layers[1].moe
     config.routed_experts.token_dispatcher = derive(
@@ -182,8 +182,6 @@ def _factors(found: dict[str, Any], right: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _command(folder: Path, flags: list[str], fault: Callable[[], Any]) -> tuple[int, str]:
-    from titan_ext.config_registry.commands import main
-
     os.chdir(folder)
     said, code = io.StringIO(), 0
     with contextlib.redirect_stdout(said), fault():

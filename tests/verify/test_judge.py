@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from torchao.quantization import to_nf4
 
+from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.components.float8_linears import GatheredWeight
+from titan_ext.config_registry.resolve import resolve
 from titan_ext.verify import legs
 from titan_ext.verify.arm import POLICY, Arm, sum_in_order, whole
 from titan_ext.verify.judge import (
@@ -314,7 +316,6 @@ def test_keys_are_compared_by_what_they_do(
     flags: tuple[str, ...], kinds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """And what differs in all arms is WRONG in each of them."""
-    from titan_ext.config_registry.resolve import resolve
 
     def trained(factor: float) -> Trained:
         (folder := tmp_path / str(factor)).mkdir(exist_ok=True)
@@ -347,9 +348,6 @@ def test_keys_are_compared_by_what_they_do(
     ],
 )
 def test_lossy_keys_do_something(key: str, engaged: int, keeps: bool, is_refused: bool):
-    from titan_ext.activation_checkpoint import FP8AC
-    from titan_ext.config_registry.resolve import resolve
-
     class Told(Legs):
         def _run(self, arm: Any, saved: Any = None, ranks: Any = None) -> Any:
             seen = {"apart": [], "dtypes": {}, "engaged": {key: engaged}, "keeps": keeps}

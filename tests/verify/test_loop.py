@@ -10,8 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed.utils import get_spmd_context
+from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
+from titan_ext import api
+from titan_ext.base import no_accelerator
 
 
 def _no_plain_one() -> nn.Module:
@@ -19,13 +24,6 @@ def _no_plain_one() -> nn.Module:
 
 
 def _verify() -> list[list[str]]:
-    from torchtitan.config import TrainingConfig
-    from torchtitan.distributed.utils import get_spmd_context
-    from torchtitan.models.deepseek_v3 import model_registry
-
-    from titan_ext import api
-    from titan_ext.base import no_accelerator
-
     def spec() -> Any:
         found: Any = model_registry("debugmodel")
         found.model.layers = found.model.layers[:3]
@@ -76,7 +74,6 @@ def _verify() -> list[list[str]]:
     for scale in (1.0, 1.01):  # noqa: B007  build reads it
         verdict = api.verify(build, loss, batches, plain=plain, context=context, **ranks)
         found.append(verdict.lines())
-    dist.destroy_process_group()
     return found
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 
+from tests.helpers.cluster import run_ranks
+from tests.verify.test_verify import _small
+from titan_ext.verify import legs
 from titan_ext.verify.judge import Verdict
 from titan_ext.verify.tape import Replayed, judge_replay
 
@@ -235,11 +239,6 @@ _PLAIN = 'extends = "moe_debug.toml"\nworld_size = 2\n'
 
 def _verify(folder: Path, *flags: str, job: str = _PLAIN) -> Verdict:
     """The leg alone, of a small copy of the debug model on two ranks."""
-    import os
-
-    from tests.verify.test_verify import _small
-    from titan_ext.verify import legs
-
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     (path := folder / "job.toml").write_text(job)
     small = _small(str(path), flags, 2)
@@ -273,8 +272,6 @@ def _standard_dispatcher(folder: Path) -> Verdict:
 
 def test_a_job_is_replayed(tmp_path: Path):
     """FSDP's units, its collectives and float8 activations, on two ranks."""
-    from tests.helpers.cluster import run_ranks
-
     (verdict,) = run_ranks(_fp8, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
     assert verdict.is_right, verdict.lines()
     assert {"grads", "weights", "buffer", "bias", "load", "loss"} <= verdict.worst.keys()
@@ -282,8 +279,6 @@ def test_a_job_is_replayed(tmp_path: Path):
 
 def test_a_job_with_expert_parallelism_is_replayed(tmp_path: Path):
     """Titan's HybridEP dispatcher on CPU kernels that keep counts on the device, and drop."""
-    from tests.helpers.cluster import run_ranks
-
     (verdict,) = run_ranks(_hybrid, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
     assert verdict.is_right, verdict.lines()
     (said,) = (line for line in verdict.lines() if line.startswith("dropped"))
@@ -293,8 +288,6 @@ def test_a_job_with_expert_parallelism_is_replayed(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_standard_dispatcher_is_refused_by_name(tmp_path: Path):
-    from tests.helpers.cluster import run_ranks
-
     (verdict,) = run_ranks(_standard_dispatcher, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
     said = str(verdict.wrong["host"][0])
     assert "AllToAllTokenDispatcher._sync_token_count_exchange (common/token_dispatcher.py" in said

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import itertools
 import os
 import re
@@ -16,6 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.loss import MSELoss
+from torchtitan.components.quantization import Float8LinearConverter
+from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
 from tests.verify.faults import (
@@ -37,14 +43,31 @@ from tests.verify.faults import (
     RESUMES,
     lost_scores,
 )
+from titan_ext.base import no_accelerator
 from titan_ext.base.nodes import Nodes
+from titan_ext.config_registry.commands import main
+from titan_ext.config_registry.resolve import resolve
+from titan_ext.config_registry.verify import Verify
+from titan_ext.parallelize.keys import COMPILE
+from titan_ext.toml.files import ranks_of
+from titan_ext.verify import legs
+from titan_ext.verify.arm import Arm, KeepDtype, batch, max_norm, samples_of_step
+from titan_ext.verify.judge import Verdict, Wrong
+from titan_ext.verify.legs import Legs, _check_routing, rounding_keys
+from titan_ext.verify.reference import Reference
 from titan_ext.verify.small import (
     Layout,
+    _kept_layers,
     decisions,
     differences,
+    in_other_layout,
+    layout_of,
+    lost_shards,
+    make_small,
     other_layouts,
     resumes,
     small_layout,
+    why_not,
 )
 
 QUICK = ("a detached router", "trained on padding")
@@ -117,11 +140,6 @@ IDLE = '# routing: idle\nextends = "moe_debug.toml"\n'
 
 
 def _small(path: str, flags: tuple[str, ...], ranks: int) -> Any:
-    from titan_ext.base import no_accelerator
-    from titan_ext.base.nodes import Nodes
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.verify.small import layout_of, make_small
-
     with no_accelerator.as_with_an_accelerator():
         config = resolve(path, flags).config
     return make_small(config, layout_of(config, ranks, Nodes(8, 8)))
@@ -131,8 +149,6 @@ def _sweep(
     folder: Path, path: str, ranks: int, faults: Sequence[str]
 ) -> dict[str, dict[str, list[str]]]:
     """Lines of a right job ("") and of each fault that a leg calls WRONG, by category."""
-    from titan_ext.verify import legs
-
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     said = dict(re.findall("^# (EP|routing): (.*)", Path(path).read_text(), re.M))
     job = _small(path, ("--parallelism.expert_parallel_degree", said.get("EP", str(ranks))), ranks)
@@ -231,10 +247,6 @@ def test_all_faults_are_named(fault: str, swept: Swept):
 
 def _command(folder: Path, flags: list[str], fault: Any) -> tuple[int, str]:
     """Exit code and output of the command, with a fault in this process and its forks."""
-    import io
-
-    from titan_ext.config_registry.commands import main
-
     os.chdir(folder)  # a file for the next try is written there
     os.environ.pop("WORLD_SIZE", None)  # as in a terminal
     said, code = io.StringIO(), 0
@@ -258,10 +270,6 @@ def _run_command(
 @contextlib.contextmanager
 def _without_ranks() -> Any:
     """Comparisons that are right at once."""
-    from titan_ext.config_registry.verify import Verify
-    from titan_ext.verify.judge import Verdict
-    from titan_ext.verify.legs import Legs
-
     def compiles(legs: Legs) -> bool:
         return legs.job.config.compile.enable
 
@@ -334,10 +342,6 @@ _KEYS = {f"parallelism.key{n}": "off" for n in range(6)}
 @pytest.mark.parametrize("faulty", [(), (3,), (0, 5), (2, 3)])
 def test_the_fewest_keys_are_found(faulty: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Without any one of them the job is right."""
-    from titan_ext.parallelize.keys import COMPILE
-    from titan_ext.verify import legs
-    from titan_ext.verify.judge import Verdict, Wrong
-
     need, runs = {f"parallelism.key{n}" for n in faulty}, []
 
     def axes(self: Any, *, stock: bool = False, changes: Any = (), steps: int) -> Any:
@@ -382,13 +386,6 @@ def test_what_cannot_be_verified_ends_with_2(tmp_path: Path):
 
 
 def test_losses_and_adapters_that_the_reference_does_not_have():
-    from torchtitan.components.lora import LoRAConverter
-    from torchtitan.components.loss import MSELoss
-    from torchtitan.components.quantization import Float8LinearConverter
-
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.verify.small import why_not
-
     config: Any = resolve("moe_debug.toml").config
     chunks = config.loss.loss_fn
     config.loss.loss_fn = MSELoss.Config()
@@ -404,10 +401,6 @@ def test_losses_and_adapters_that_the_reference_does_not_have():
 
 
 def test_what_is_plain_in_which_comparison(tmp_path: Path):
-    from torchtitan.components.quantization.utils import has_quantization
-
-    from titan_ext.verify.arm import Arm
-
     (path := tmp_path / "job.toml").write_text(KINDS)
     job = _small(str(path), (), 2)
     assert job.plain == ("MXFP8GroupedExperts",)
@@ -418,8 +411,6 @@ def test_what_is_plain_in_which_comparison(tmp_path: Path):
 
 def test_what_the_job_freezes_is_frozen(tmp_path: Path):
     """Adapters train alone, in both comparisons."""
-    from titan_ext.verify.arm import Arm
-
     (path := tmp_path / "job.toml").write_text(ADAPTERS)
     job = _small(str(path), (), 4)
     for arm in (Arm(), Arm(fp32=False), Arm(stock=True)):
@@ -430,10 +421,6 @@ def test_what_the_job_freezes_is_frozen(tmp_path: Path):
 
 
 def test_ours_is_compiled_and_stock_in_the_second_comparison_is_not():
-    from titan_ext.parallelize.keys import COMPILE
-    from titan_ext.verify.arm import Arm
-    from titan_ext.verify.legs import rounding_keys
-
     job = _small("moe_debug.toml", ("--compile.enable",), 2)
     assert rounding_keys(job.config) == [COMPILE]
     for arm in (Arm(), Arm(stock=True), Arm(stock=True, changes=((COMPILE, False),))):
@@ -442,8 +429,6 @@ def test_ours_is_compiled_and_stock_in_the_second_comparison_is_not():
 
 
 def test_what_is_compiled_runs_in_fp32():
-    from titan_ext.verify.arm import KeepDtype
-
     def halved(x: torch.Tensor) -> torch.Tensor:
         return x.bfloat16() / 2
 
@@ -456,8 +441,6 @@ def test_what_is_compiled_runs_in_fp32():
 
 
 def test_places_that_round_for_no_kernel_are_named():
-    from titan_ext.verify.arm import KeepDtype
-
     class Experts:
         _grouped_mm = None
 
@@ -479,8 +462,6 @@ def test_places_that_round_for_no_kernel_are_named():
 
 
 def test_parameters_in_bf16_are_fp32_in_the_first_comparison():
-    from titan_ext.verify.arm import Arm
-
     job = _small("moe_debug.toml", ("--training.dtype", "bfloat16"), 2)
     dtypes = [Arm(fp32=fp32).config_of(job).training.dtype for fp32 in (True, False)]
     assert dtypes == ["float32", "bfloat16"]
@@ -488,8 +469,6 @@ def test_parameters_in_bf16_are_fp32_in_the_first_comparison():
 
 def test_arms_of_ours_offload_where_the_job_does():
     """Titan's would pin memory, which no CPU can."""
-    from titan_ext.verify.arm import Arm
-
     job = _small("moe_debug.toml", ("--training.enable_cpu_offload",), 2)
     for arm in (Arm(), Arm(stock=True)):
         assert arm.config_of(job).training.enable_cpu_offload == (not arm.stock)
@@ -499,18 +478,6 @@ SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
 
 
 def _decided(name: str) -> tuple[Layout, Layout | None, list[str], int]:
-    from titan_ext.base.nodes import Nodes
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.toml.files import ranks_of
-    from titan_ext.verify.small import (
-        decisions,
-        differences,
-        in_other_layout,
-        layout_of,
-        lost_shards,
-        make_small,
-    )
-
     resolved, ranks = resolve(name), ranks_of(name)
     job = make_small(resolved.config, layout_of(resolved.config, ranks, Nodes(8, 8)))
     decided = decisions(job.config, job.layout)
@@ -598,9 +565,6 @@ def test_each_size_keeps_its_class(ranks: int, flags: dict[str, int], shape: dic
 )
 def test_blocks_at_the_ends_and_in_the_middle_remain(count: int, kept: tuple[int, ...]):
     """And a second one of each kind: here of the dense one, which is the first of all."""
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.verify.small import _kept_layers
-
     config: Any = resolve("moe_debug.toml").config
     dense, *experts = config.model_spec.model.layers
     config.model_spec.model.layers = [dense, *(experts[0] for _ in range(count - 1))]
@@ -609,8 +573,6 @@ def test_blocks_at_the_ends_and_in_the_middle_remain(count: int, kept: tuple[int
 
 def test_what_counts_and_how_far_a_step_goes():
     """Documents of each sequence, microbatches and ranks without labels, and where it clips."""
-    from titan_ext.verify.arm import batch, max_norm, samples_of_step
-
     job = _small("moe_debug.toml", (), 4)
     samples = job.samples
     of_microbatch = samples.step // samples.passes
@@ -631,11 +593,6 @@ def test_what_counts_and_how_far_a_step_goes():
 
 
 def test_a_model_of_the_users_is_not_made_smaller():
-    from torchtitan.models.deepseek_v3 import model_registry
-
-    from titan_ext.config_registry.resolve import resolve
-    from titan_ext.verify.small import layout_of, make_small
-
     config = resolve("moe_debug.toml").config
     large = layout_of(config, 4, Nodes(8, 8))
     job = make_small(config, large, spec=model_registry("debugmodel"))
@@ -686,9 +643,6 @@ def test_a_small_layout_loses_no_axis():
 @pytest.mark.parametrize(("routing", "load"), [("idle", 0), ("skewed", 1152), ("balanced", None)])
 def test_all_tokens_go_to_an_expert_or_none(routing: str, load: int | None):
     """Of two ranks with four sequences of 72 tokens in each of two microbatches."""
-    from titan_ext.verify.legs import _check_routing
-    from titan_ext.verify.reference import Reference
-
     job = replace(_small("moe_debug.toml", (), 2), routing=routing)
     found = Reference(job, 0, torch.float32).step(1).loads
     _check_routing(job, found)
