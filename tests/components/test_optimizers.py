@@ -1,30 +1,23 @@
-"""Parameter groups, Titan's hybrid of Muon and AdamW, and their states under our wrapping.
+"""Parameter groups under our wrapping.
 
-That both train as under stock TorchTitan is in the matrix (``Run.optimizer``).
+That Titan's hybrid of Muon and AdamW trains as under stock TorchTitan, and that its states go on in
+other layouts, is in the matrix (``Run.optimizer``).
 """
 
-import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import torch.nn as nn
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer as TitanOptimizersContainer
 from torchtitan.components.optimizer import ParamGroupConfig
 from torchtitan.config import CompileConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-from tests.helpers import muon
-from tests.helpers.cluster import run_ranks
-from tests.helpers.training import Run, make_config, titan_config
+from tests.helpers.training import meta_model, titan_config
 from titan_ext.activation_checkpoint import FP8AC
 from titan_ext.activation_checkpoint.compile import checkpoint_blocks, compile_units
-from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.components.optim import OptimizersContainer
 from titan_ext.fsdp.units import plan_units
 from titan_ext.run.trainer import extend_config
@@ -51,13 +44,6 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def _model() -> Any:
-    spec = titan_config("deepseek_v3").model_spec
-    assert spec is not None
-    with torch.device("meta"):
-        return spec.model.build()
-
-
 def _resolved(container: TitanOptimizersContainer) -> list[dict[str, Any]]:
     """Groups with their names and hyperparameters."""
     return [
@@ -71,7 +57,7 @@ def _resolved(container: TitanOptimizersContainer) -> list[dict[str, Any]]:
 def bare() -> list[dict[str, Any]]:
     """What stock TorchTitan makes of a model that nothing is wrapped in."""
     config = TitanOptimizersContainer.Config(param_groups=GROUPS)
-    return _resolved(config.build(model_parts=[_model()]))
+    return _resolved(config.build(model_parts=[meta_model()]))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +73,7 @@ def bare() -> list[dict[str, Any]]:
 def test_groups_do_not_depend_on_what_is_wrapped(
     policy: str, wrap: Any, compiled: bool, bare: list[dict[str, Any]], tmp_path: Path
 ):
-    model = _model()
+    model = meta_model()
     units = plan_units(model, wrap)
     if POLICIES[policy] is not None:
         built = POLICIES[policy].build(dump_folder=str(tmp_path))
@@ -104,7 +90,7 @@ def test_stages_of_a_pipeline_share_the_groups(
     bare: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ):
     """Each stage takes what it has of a group; here the first has embeddings, the other has not."""
-    first, last = _model(), _model()
+    first, last = meta_model(), meta_model()
     last.tok_embeddings = None
     first.layers = nn.ModuleDict({k: v for k, v in first.layers.items() if k in "01"})
     last.layers = nn.ModuleDict({k: v for k, v in last.layers.items() if k not in "01"})
@@ -139,73 +125,3 @@ def test_a_container_of_ones_own_is_left_alone():
     ours = config.optimizer
     assert extend_config(config).optimizer is ours
     assert type(extend_config(titan_config("deepseek_v3")).optimizer) is OptimizersContainer.Config
-
-
-SAVED = Run(world=2, ep=2, parallelize="submodule", layers=2, seq_len=32, optimizer="muon", steps=2)
-
-
-def _states(run: Run, folder: Path) -> dict[str, Any]:
-    """Train or resume to step 2; parameters and optimizer states as full tensors, from rank 0."""
-    import torch.distributed as dist
-    from torch.distributed.tensor import DTensor
-    from torchtitan.tools.logging import init_logger
-
-    init_logger()
-    config: Any = make_config(run, folder)
-    config.checkpoint = CheckpointManager.Config(
-        enable=True,
-        interval=2,
-        last_save_model_only=False,
-        exclude_from_loading=["dataloader"],  # Titan has a data position by rank
-    )
-    with muon.on_a_cpu():
-        trainer = config.build()
-        trainer.train()
-        tensors = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in trainer.optimizers.state_dict().items()
-        }
-        (model,) = trainer.model_parts
-        tensors |= {name: param.full_tensor() for name, param in model.named_parameters()}
-        tensors |= {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in model.named_buffers()
-            if name.endswith("expert_bias_E")
-        }
-    trainer.close()
-    if dist.get_rank():
-        return {}
-    return {
-        name: value.detach().numpy() if isinstance(value, torch.Tensor) else value
-        for name, value in tensors.items()
-    }
-
-
-def _unwrapped(states: dict[str, Any]) -> dict[str, Any]:
-    return {re.sub(r"_checkpoint_wrapped_module\.", "", name): v for name, v in states.items()}
-
-
-@pytest.mark.slow
-def test_states_of_muon_and_fused_adamw_survive_a_change_of_world_size(tmp_path: Path):
-    make_corpus()
-    layouts = [
-        SAVED,
-        replace(SAVED, world=4, ep=4, backend="partial_dtensor"),
-        replace(SAVED, world=1, ep=1, parallelize="block", ac="full"),
-    ]
-    saved, *loaded = [
-        _unwrapped(run_ranks(_states, run.world, run, tmp_path, log_folder=tmp_path / str(run))[0])
-        for run in layouts
-    ]
-    kinds = {name.rpartition(".")[2] for name in saved if name.startswith("state.")}
-    assert kinds == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-    assert saved["param_groups.norm.weight.fused"] is True
-    experts = "state.layers.1.moe.routed_experts.inner_experts.w2_EDF.momentum_buffer"
-    assert saved[experts].dtype == np.float32, "whatever the dtype of the matrix products"
-    assert np.abs(saved[experts]).min(axis=(1, 2)).shape == (8,)
-    assert np.abs(saved["layers.1.moe.expert_bias_E"]).max() > 0, "Titan's hook has run"
-    for run, states in zip(layouts[1:], loaded, strict=True):
-        assert "Training starts at step 3" in (tmp_path / str(run) / "rank_0.log").read_text()
-        assert states.keys() == saved.keys()
-        for name, value in saved.items():
-            np.testing.assert_array_equal(states[name], value, err_msg=f"{run}: {name}")

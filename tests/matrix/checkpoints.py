@@ -46,6 +46,7 @@ def _moe(model: str) -> list[Pair]:
 _EP2 = replace(_TWO, ep=2)
 _FP8 = replace(_EP2, ac=FP8AC.Config())
 _STOCK = replace(_EP2, parallelize="stock")
+_MUON = replace(_EP2, optimizer="muon")
 PAIRS: list[Pair] = [
     *_moe("deepseek_v3"),
     *_moe("qwen3_moe"),
@@ -85,6 +86,9 @@ PAIRS: list[Pair] = [
     # HSDP.
     Pair(replace(_FOUR, dp_replicate=2, ep=2), _FOUR),
     Pair(_FOUR, replace(_FOUR, dp_replicate=2)),
+    # Momentum beside AdamW's moments.
+    Pair(_MUON, replace(_MUON, world=4, ep=4, backend="partial_dtensor")),
+    Pair(_MUON, replace(_MUON, world=1, ep=1, parallelize="block", ac="full")),
     # Compiled and not, tied weights, multi-token prediction.
     Pair(replace(_EP2, compiled=True, compile_backend="aot_eager"), _EP2),
     Pair(_EP2, replace(_EP2, compiled=True, compile_backend="aot_eager")),
