@@ -67,13 +67,6 @@ def test_tokens_travel_and_units_gather_once(runs: Runs):
         assert count(halves)[kind] == count(whole)[kind] > 0
 
 
-@pytest.mark.slow
-def test_float8_stores_what_an_exchange_brings_when_it_has_come(runs: Runs):
-    run = replace(PLAIN, ac="fp8", save_all_to_all="always", parallelize="submodule")
-    halves, whole = (runs.get(each).ranks[0].collectives for each in (_halves(run), run))
-    _assert_travel(halves, whole)
-
-
 def _outputs(run: Run, folder: Path) -> tuple[bool, bool]:
     trainer = make_config(run, folder).build()
     assert isinstance(trainer, Trainer)
