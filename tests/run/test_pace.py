@@ -1,7 +1,10 @@
 """Warnings of a late rank, uneven experts and a pace that drops; and of nothing."""
 
 import json
+import os
 import random
+import time
+import unittest.mock
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torchtitan.tools.logging import init_logger
 
-from tests.helpers.slowed import LATE_RANK, train
+from tests.helpers.cluster import run_ranks
+from tests.helpers.training import Run, make_config
 from titan_ext.base.stdlib_corpus import make_corpus
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.run.pace import Meter, PaceCheck, PaceMonitor, RankStep, Routing, faults_of
 
 STEP_MS, RANKS, GROUP = 1000.0, 16, 4
@@ -130,16 +136,22 @@ class _Store:
         del self.values[key]
 
 
+def _trainer(every: int, logged: list[tuple[int, dict[str, float]]]) -> Any:
+    """One that has ``logged`` each step of so many."""
+    metrics_processor = SimpleNamespace(
+        should_log=lambda step: step % every == 0,
+        logger=SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics))),
+    )
+    device = torch.device("cpu")
+    return SimpleNamespace(step=0, device=device, metrics_processor=metrics_processor)
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_logged_step_is_one_word_to_the_store_and_others_are_none(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ):
     logged: list[tuple[int, dict[str, float]]] = []
-    trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
-    trainer.metrics_processor = SimpleNamespace(
-        should_log=lambda step: step % 5 == 0,
-        logger=SimpleNamespace(log=lambda metrics, step: logged.append((step, metrics))),
-    )
+    trainer = _trainer(5, logged)
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
     check = PaceCheck()
     check._store = store = _Store()
@@ -177,12 +189,8 @@ def test_what_hybridep_drops_is_logged_warned_of_once_and_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """And a dry run says which factor is enough, from a record that went through JSON."""
-    logged: list[dict[str, float]] = []
-    trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
-    trainer.metrics_processor = SimpleNamespace(
-        should_log=lambda step: step % 2 == 0,
-        logger=SimpleNamespace(log=lambda metrics, step: logged.append(metrics)),
-    )
+    logged: list[tuple[int, dict[str, float]]] = []
+    trainer = _trainer(2, logged)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     check = PaceCheck()
     check._store, check._thread, check._ep = _Store(), ThreadPoolExecutor(1), 4
@@ -198,7 +206,7 @@ def test_what_hybridep_drops_is_logged_warned_of_once_and_recorded(
                     layer.rows[2:].clamp_(min=most)
             if check._told is not None:
                 check._told.result()  # what is told while the store is slow is left out
-    assert [round(each["titan_ext/tokens dropped(%)"], 6) for each in logged] == [0, 3, 3]
+    assert [round(each["titan_ext/tokens dropped(%)"], 6) for _, each in logged] == [0, 3, 3]
     (warning,) = check.monitor.warnings
     assert warning.startswith("step 4: HybridEP dropped 3% of the tokens that came to rank 0")
     assert warning.endswith("non_blocking_capacity_factor 0.301 or more")
@@ -215,10 +223,7 @@ def test_what_hybridep_drops_is_logged_warned_of_once_and_recorded(
 
 def test_a_step_may_be_done_again(monkeypatch: pytest.MonkeyPatch):
     """At once, or after a step back to a checkpoint."""
-    trainer: Any = SimpleNamespace(step=0, device=torch.device("cpu"))
-    trainer.metrics_processor = SimpleNamespace(
-        should_log=lambda step: True, logger=SimpleNamespace(log=lambda metrics, step: None)
-    )
+    trainer = _trainer(1, [])
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     clock = iter(range(100))
     check = PaceCheck(clock=lambda: float(next(clock)))
@@ -249,12 +254,49 @@ def test_a_meter_adds_up_the_waits_of_a_step(monkeypatch: pytest.MonkeyPatch):
     assert meter.ms() == {"wait": 750.0, "travel": 125.0}
 
 
+RUN = Run(
+    parallelize="submodule", world=4, ep=2, layers=3, narrow=True, seq_len=256, steps=5, ac="full"
+)
+LATE_RANK, LATE_S = 2, 0.8
+
+
+def _train_slowed(run: Run, folder: Path, fault: str) -> list[str]:
+    """One rank of a run with ``fault``: "late rank", "uneven experts" or "none".
+
+    Returns what its check of the pace has said.
+    """
+    init_logger()
+    PaceMonitor.trained_after = 0
+    rank = int(os.environ["RANK"])
+    config: Any = make_config(run, folder)
+    trainer = config.build()
+    exchange = FunctionalAllToAllTokenDispatcher._token_count_exchange
+
+    def late(self: Any, *args: Any) -> torch.Tensor:
+        time.sleep(LATE_S)
+        return exchange(self, *args)
+
+    if fault == "uneven experts":
+        for part in trainer.model_parts:
+            for name, buffer in part.named_buffers():
+                if name.endswith("expert_bias_E"):
+                    buffer[: buffer.numel() // 2] = 1e4
+    is_late = fault == "late rank" and rank == LATE_RANK
+    with unittest.mock.patch.object(
+        FunctionalAllToAllTokenDispatcher, "_token_count_exchange", late if is_late else exchange
+    ):
+        trainer.train()
+    check = next(check for check in trainer.checks if isinstance(check, PaceCheck))
+    trainer.close()
+    return check.monitor.warnings
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["late rank", "uneven experts"])
 def test_a_planted_fault_is_named_in_the_run(fault: str, tmp_path: Path):
+    """No rank fails of it."""
     make_corpus()
-    said = train(tmp_path, fault)
-    if fault == "late rank":
-        assert f"rank {LATE_RANK} is late" in said
-    else:
-        assert "got 2.00 times the mean tokens in layer" in said
+    said, *_ = run_ranks(_train_slowed, 4, RUN, tmp_path, fault, log_folder=tmp_path / "logs")
+    named = "got 2.00 times the mean tokens in layer"
+    named = f"rank {LATE_RANK} is late" if fault == "late rank" else named
+    assert named in "\n".join(said)
