@@ -124,7 +124,7 @@ _OTHERS = [
         Run(world=4, backend="partial_dtensor", parallelize=wrap, reshard=2, prefetch=2)
         for wrap in WRAPS
     ),
-    # Compiled sub-module units fuse other operations than compiled blocks do (test_fp8_ac_training.py).
+    # Compiled sub-module units fuse other operations than compiled blocks do.
     *(
         replace(run, compiled=True, parallelize="block", overlap_exchanges="none")
         for run in (
