@@ -240,24 +240,6 @@ def test_op_policies_tensor_by_tensor(wrap: Wrap):
     assert exact.nbytes - outcome.nbytes == 2 * halved - halved * 129 // 128
 
 
-@pytest.mark.slow
-def test_without_float8_nothing_changes():
-    """The partitioner is torch's own for graphs that do not ask for float8."""
-    ours = outcome_of(exact=True, wrap="submodule")
-    model = debug_model(layers=2)
-    units = plan_units(model, "submodule")
-    checkpoint_blocks(model, FP8AC(EXACT), units, compiled=True)
-    for part in parts(model, units):
-        part.compile(backend="aot_eager", fullgraph=True)
-    torch.manual_seed(1)
-    h_BLD = torch.randn(B, L, D).bfloat16().requires_grad_()
-    for block in model.layers.values():
-        h_BLD = block(h_BLD, None, None)
-    h_BLD.float().square().mean().backward()
-    for name, param in model.layers.named_parameters():
-        assert torch.equal(cast(Any, param.grad).double(), ours.gradients[name]), name
-
-
 class _Stranger(nn.Module):
     """A module of the user's own: a checkpoint that prefers to save what its first layer gives."""
 
@@ -443,11 +425,6 @@ def test_rows_whose_size_only_the_run_knows_stay_exact():
         vector = torch.empty(came, dtype=torch.bfloat16)
         rows = torch.empty(came, 256, dtype=torch.bfloat16)
     assert [_must_stay_exact(x) for x in (vector, rows)] == ["rows of unknown size", ""]
-
-
-def test_a_backend_that_ignores_partitioners_is_refused():
-    with pytest.raises(ValueError, match=r"compile.backend is .eager.; .* inductor, aot_eager"):
-        compile_arguments(Float8Partitioner(Codec()), "eager")
 
 
 @pytest.mark.parametrize(

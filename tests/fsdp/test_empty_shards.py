@@ -20,8 +20,6 @@ from tests.helpers.training import Run, make_config
 from titan_ext.base import no_accelerator
 from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.components.lora import export_adapters
-from titan_ext.plan.dry_run import plan_activations
-from titan_ext.plan.stand_ins import as_rank
 
 RUN = Run(world=4, experts=5, layers=2, narrow=True, steps=2, parallelize="submodule")
 ADAPTERS = replace(RUN, experts=6, ep=2, lora=2, ac="fp8")
@@ -61,17 +59,3 @@ def test_adapters_of_fewer_rows_than_ranks_are_exported(tmp_path: Path):
     export_adapters(config, tmp_path / "peft", "base")
     weights = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert {len(w) for name, w in weights.items() if "lora_A" in name} == {2}
-
-
-@pytest.mark.slow
-def test_a_plan_of_the_rank_that_has_nothing(tmp_path: Path):
-    """And the policies that a budget finds there, which are those of all ranks."""
-    plan = run_ranks(_plan, 1, 3, tmp_path, log_folder=tmp_path / "logs")
-    assert plan[0] > 0
-
-
-def _plan(rank: int, folder: Path) -> int:
-    with as_rank(4, rank):
-        config: Any = make_config(replace(RUN, world=4), folder)
-        plan = plan_activations(config, 4, rank, budget=2 * 2**20)
-    return plan.traced.none_nbytes if plan.solution is not None else 0

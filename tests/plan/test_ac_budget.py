@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 from benchmarks.kept_bytes import KeptBytes, kept_total
 from benchmarks.moe_blocks import BlockLayout, BlockRun
 from tests.helpers.cluster import run_ranks
-from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.activation_checkpoint import FP8AC
-from titan_ext.activation_checkpoint.op_rules import OpLocation, OpPolicy, parse_rules
-from titan_ext.activation_checkpoint.policy import enable_fp8_activation_checkpointing
+from titan_ext.activation_checkpoint.op_rules import OpPolicy, parse_rules
 from titan_ext.base.machines import MACHINES
 from titan_ext.base.tensors import local_tensor
 from titan_ext.plan import solver
@@ -351,22 +348,3 @@ def test_a_solver_that_runs_out_of_time_calls_no_budget_too_small(monkeypatch):
     with pytest.raises(ValueError, match=why) as late:
         solve(kinds, budget)
     assert not isinstance(late.value, BudgetTooSmallError)
-
-
-def test_a_table_of_other_blocks_is_said(block, caplog):
-    config, _ = block.config(block.nbytes // 3)
-    model = debug_model(layers=1)  # dense
-    enable_fp8_activation_checkpointing(model, config)
-    model(tokens()).sum().backward()
-    assert "'moe.shared_experts.w2' has no effect in these blocks" in caplog.text
-
-
-def test_stock_selective_is_the_preset_of_that_name(block):
-    nbytes, _ = block.measure(SelectiveAC.Config())
-    assert nbytes == block.measure(FP8AC.Config(preset="stock"))[0]
-
-
-def test_the_block_without_its_modules_has_a_name():
-    (rule,) = parse_rules({"(block):aten.add": "save"})
-    assert rule.matches(OpLocation("", "aten.add"), "layers.1")
-    assert not rule.matches(OpLocation("moe", "aten.add"), "layers.1")
