@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     LocalTokenDispatcher,
@@ -52,7 +51,7 @@ def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
 
 def test_leaves_other_dispatchers_alone():
     spec = titan_config("deepseek_v3").model_spec
-    layer = cast(Decoder.Config, spec.model).layers[1]
+    layer = spec.model.layers[1]
     padded = TorchAOTokenDispatcher.Config(num_experts=8, top_k=3, pad_multiple=16)
     layer.moe.routed_experts.token_dispatcher = padded
     use_our_dispatchers(spec)
@@ -76,6 +75,12 @@ def test_refuses_a_model_by_name():
         extend_model_spec(spec)
 
 
+def _with_our_dispatcher() -> Any:
+    """A MoE layer of the debug model."""
+    use_our_dispatchers(spec := titan_config("deepseek_v3").model_spec)
+    return spec.model.layers[1].moe.build()
+
+
 def _moe_layers(cases: list[tuple[bool, bool]]) -> list[dict[str, Any]]:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
@@ -95,10 +100,8 @@ def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
             return func(*args, **(kwargs or {}))
 
     rank = mesh.get_local_rank()
-    spec = titan_config("deepseek_v3").model_spec
-    use_our_dispatchers(spec)
     torch.manual_seed(0)
-    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    layer = _with_our_dispatcher()
     experts = layer.routed_experts.inner_experts
     for param in layer.parameters():
         torch.nn.init.normal_(param, std=0.02)
@@ -128,8 +131,7 @@ def _moe_layer(mesh: Any, overlaps: bool, checkpoints: bool) -> dict[str, Any]:
 
 
 def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
-    spec = titan_config("deepseek_v3").model_spec
-    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    layer = titan_config("deepseek_v3").model_spec.model.layers[1].moe.build()
     dispatcher, own = layer.routed_experts.token_dispatcher, object()
     dispatcher.shared_experts = own
     overlap_shared_experts(layer)
@@ -138,9 +140,7 @@ def test_a_dispatcher_of_the_users_keeps_its_own_shared_experts():
 
 
 def test_shared_experts_that_ran_ahead_of_other_tokens_run_again():
-    spec = titan_config("deepseek_v3").model_spec
-    use_our_dispatchers(spec)
-    layer: Any = cast(Decoder.Config, spec.model).layers[1].moe.build()
+    layer = _with_our_dispatcher()
     overlap_shared_experts(layer)
     x_BLD, out = torch.zeros(1, 2, 256), object()
     for given, is_it in ((x_BLD, True), (x_BLD + 1, False)):
@@ -178,7 +178,7 @@ def test_shared_experts_run_while_outputs_travel_back(tmp_path: Path):
 )
 def test_what_saves_all_to_alls(value: Any, backend: Any, compiled: bool, ep: int, saves: bool):
     parallelism = ParallelismConfig(save_all_to_all=value, spmd_backend=backend)
-    model: Any = cast(Any, titan_config("deepseek_v3").model_spec).model
+    model = titan_config("deepseek_v3").model_spec.model
     dims = degrees(dp_shard=8, ep=ep, backend=backend)
     exchanges = resolve_exchanges(
         model, parallelism, TrainingConfig(), dims, Nodes(4, 4), compiled=compiled

@@ -24,6 +24,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.dry_run import arguments_of, build_on_meta
 from tests.helpers.on_cpu import quick_initialisation
 from tests.helpers.training import Run, make_config
 from titan_ext.base import no_accelerator
@@ -258,28 +259,18 @@ def _train(case: Case, arm: str, folder: Path) -> dict[str, Any]:
 
     overlap = {"halves": "halves", "ahead": "shared_experts"}.get(arm, "none")
     config: Any = make_config(replace(case.run, overlap_exchanges=overlap), folder)
-    spec, keys = config.model_spec, config.parallelism
     dims = _dims(case.run.tp, case.run.backend)
-    dist_utils.set_spmd_backend(keys.spmd_backend)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     context = dist_utils.get_spmd_context(parallel_dims=dims)
     with context():  # from now on these are Titan's meshes
         pass
-    spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        model: Any = spec.model.build()
+    model = build_on_meta(config)
     case.before(model)
     quickly = quick_initialisation()
     with no_accelerator.layout_independent_init(), quickly, torch.random.fork_rng():
         torch.manual_seed(1)
-        model = spec.parallelize_fn(
-            model,
-            parallel_dims=dims,
-            training=config.training,
-            parallelism=keys,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder=str(folder),
-        )
+        arguments = arguments_of(config, dims)
+        model = config.model_spec.parallelize_fn(model, **arguments, dump_folder=str(folder))
         model.to_empty(device="cpu")
         with torch.no_grad():
             model.init_weights()

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchtitan.components.lora import LoRAConverter
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.dry_run import arguments_of
 from tests.helpers.training import Run, Runs, make_config, observed, titan_config
 from titan_ext.api import parallelize, refuse_unmanaged_parameters
 from titan_ext.components.lora import wrong_targets
@@ -129,15 +130,8 @@ def _refusals(folder: Path) -> dict[str, Any]:
         nn.Linear(4, 4), device_id=torch.device("cpu")
     )
     try:
-        parallelize(
-            wrapped,
-            parallel_dims=trainer.parallel_dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder=str(folder),
-        )
+        arguments = arguments_of(config, trainer.parallel_dims)
+        parallelize(wrapped, **arguments, dump_folder=str(folder))
     except ValueError as error:
         found["fsdp1"] = str(error)
     trainer.close()

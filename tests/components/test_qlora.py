@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torchao.quantization import NF4Tensor, to_nf4
 from torchtitan.components.checkpointer.utils import canonical_fqn
@@ -17,6 +17,7 @@ from tests.helpers.training import Run, make_config
 from titan_ext.base import no_accelerator
 from titan_ext.fsdp.names import find_frozen_linears
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
+from titan_ext.fsdp.units import param_groups
 
 RUN = Run(world=2, ep=2, lora=8, layers=2, parallelize="submodule", steps=2)
 _CODE_NBYTES = 16 * 2  # NF4's table, in bf16
@@ -45,6 +46,7 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
     with no_accelerator.layout_independent_init():
         trainer: Any = config.build()
     (model,) = trainer.model_parts
+    linears = []
     if rounded:
         linears = find_frozen_linears(model, ["*"], shard_world=2, is_chunk=False)
         for linear in linears:
@@ -71,27 +73,24 @@ def _train_rank(run: Run, rounded: bool, folder: Path) -> Trained:
             quantized[name] = (local.numel(), sum(getattr(local, n).nbytes for n in inner))
     gathered = sum(
         output.numel() * output.itemsize
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
+        for group in param_groups(model.modules())
         for param in group.fsdp_params
-        if isinstance(param._sharded_local_tensor, NF4Tensor) and module is group.modules[0]
+        if isinstance(param._sharded_local_tensor, NF4Tensor)
         for output in param.all_gather_outputs
     )
-    state = model.state_dict()
+    if rounded:
+        saved = {f"{name}.weight": named[f"{name}.weight"].full_tensor() for name in linears}
+    else:
+        state = model.state_dict()
+        saved = {name: state[name].full_tensor().float() for name in quantized}
     result = Trained(
         losses=losses,
         norms=norms,
         adapters={n: p.detach().full_tensor().numpy() for n, p in named.items() if p.requires_grad},
         quantized=quantized,
         gathered=gathered,
-        saved={name: state[name].full_tensor().float().numpy() for name in quantized},
+        saved={name: weight.numpy() for name, weight in saved.items()},
     )
-    if rounded:
-        names = find_frozen_linears(model, ["*"], shard_world=2, is_chunk=False)
-        result.saved = {
-            f"{name}.weight": named[f"{name}.weight"].full_tensor().numpy() for name in names
-        }
     trainer.close()
     dist.barrier()
     return result

@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.dry_run import look
 from tests.helpers.training import Run, make_config
-from titan_ext.fsdp.plan import plan_of
+from titan_ext.fsdp.units import param_groups
 
 LAYOUTS = [
     Run(model=model, world=world, ep=ep, backend=backend, parallelize=wrap, layers=2)
@@ -33,27 +32,16 @@ LAYOUTS = [
 def _inspect(run: Run, folder: Path) -> dict[str, Any]:
     trainer = make_config(run, folder).build()
     (model,) = trainer.model_parts
-    plan = plan_of(model)
-    assert plan is not None
-    groups = {
-        id(group): group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    }
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     report = {
-        "plain": [n for n, p in model.named_parameters() if not isinstance(p, DTensor)],
-        "root_groups": len(model._get_fsdp_state()._fsdp_param_groups),
-        "groups": len(groups),
-        "planned_groups": sum(len(unit.groups) for unit in plan.units),
+        "groups": look(model),
         "unset": [
             name
             for name, t in [*model.named_parameters(), *model.named_buffers()]
             if t.is_meta or not torch.isfinite(torch.view_as_real(t) if t.is_complex() else t).all()
         ],
         "norms_are_ones": all(bool((p.to_local() == 1).all()) for p in norms) and bool(norms),
-        "divide_factors": list({group.gradient_divide_factor for group in groups.values()}),
+        "divide_factors": {group.gradient_divide_factor for group in param_groups(model.modules())},
         "values": {
             canonical_fqn(name): _digest(param.full_tensor())
             for name, param in model.named_parameters()
@@ -99,12 +87,11 @@ assert set(_QUICK) <= set(LAYOUTS)
 def test_sharded_and_initialised(run: Run, one_rank, tmp_path: Path):
     reports = run_ranks(_inspect, run.world, run, tmp_path, log_folder=tmp_path / "logs")
     for report in reports:
-        assert report["plain"] == []
-        assert report["root_groups"] == 0
-        assert report["groups"] == report["planned_groups"]
+        assert report["groups"].plain_parameters == report["groups"].root_parameters == []
+        assert report["groups"].fsdp_groups == report["groups"].planned_groups
         assert report["unset"] == []
         assert report["norms_are_ones"]
-        assert report["divide_factors"] == [1.0]
+        assert report["divide_factors"] == {1.0}
         assert report["values"] == one_rank(run.model)
     if run.ep > 1:
         shards = [tuple(report["experts"]) for report in reports]

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -20,10 +19,8 @@ from torchtitan.tools.utils import set_default_dtype
 
 from titan_ext.base import no_accelerator
 from titan_ext.fsdp.plan import plan_of
-from titan_ext.fsdp.units import decoder_blocks
+from titan_ext.fsdp.units import decoder_blocks, param_groups
 from titan_ext.run.trainer import Trainer
-
-__all__ = ["DryRun", "dry_run"]
 
 
 @dataclass
@@ -43,6 +40,25 @@ class DryRun:
     """Parameters that are not DTensors."""
 
 
+def build_on_meta(config: Any) -> Any:
+    """The model of ``config``, as Titan's trainer builds it."""
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
+        return config.model_spec.model.build()
+
+
+def arguments_of(config: Any, parallel_dims: ParallelDims) -> dict[str, Any]:
+    """What a parallelize function gets beside the model and a folder."""
+    return {
+        "parallel_dims": parallel_dims,
+        "training": config.training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": config.activation_checkpoint,
+    }
+
+
 def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
     """Parallelize the model of ``config`` on the meta device as rank 0 of ``world_size``.
 
@@ -52,19 +68,9 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
     os.environ.setdefault("LOCAL_RANK", "0")
     dist.init_process_group("fake", rank=0, world_size=world_size)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     spec: Any = config.model_spec
-    spec.model.update_from_config(config=config)
-    with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-        model = spec.model.build()
-    arguments = {
-        "parallel_dims": parallel_dims,
-        "training": config.training,
-        "parallelism": config.parallelism,
-        "compile_config": config.compile,
-        "ac_config": config.activation_checkpoint,
-        "dump_folder": "",
-    }
+    model = build_on_meta(config)
+    arguments = {**arguments_of(config, parallel_dims), "dump_folder": ""}
     if parallel_dims.pp_enabled:
         _, chunks, _, _ = spec.pipelining_fn(
             model,
@@ -76,16 +82,15 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
         )
     else:
         chunks = [spec.parallelize_fn(model, **arguments)]
-    return _sum([_look(chunk) for chunk in chunks])
+    return _sum([look(chunk) for chunk in chunks])
 
 
-def _look(model) -> DryRun:
+def look(model: Any) -> DryRun:
     plan = plan_of(model)
     assert plan is not None
     units = plan.decoder_units
     in_units = {p for unit in units for m in unit.modules(model) for p in m.parameters()}
-    fsdp_modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    groups = {id(g) for m in fsdp_modules for g in m._get_fsdp_state()._fsdp_param_groups}
+    groups = param_groups(model.modules())
     blocks = [block for _, block in decoder_blocks(model)]
     named = list(model.named_parameters())
     return DryRun(

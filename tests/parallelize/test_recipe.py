@@ -6,14 +6,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import utils as titan_utils
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.dry_run import arguments_of, build_on_meta
 from tests.helpers.training import Run, make_config
 from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.plan import FSDPPlan
@@ -51,20 +48,9 @@ _JOBS: dict[str, dict[str, Any]] = {
 def _resolved_by_itself(config: Any, world: int) -> Recipe:
     """As nothing else exists: from the config and the model on the meta device."""
     assert not dist.is_initialized()
-    model_config = config.model_spec.model
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    model_config.update_from_config(config=config)
-    dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
-        model = model_config.build()
-    arguments: dict[str, Any] = {
-        "parallel_dims": ParallelDims.from_config(config.parallelism, world),
-        "nodes": Nodes(2, 2),
-        "training": config.training,
-        "parallelism": config.parallelism,
-        "compile_config": config.compile,
-        "ac_config": config.activation_checkpoint,
-    }
+    model = build_on_meta(config)
+    dims = ParallelDims.from_config(config.parallelism, world)
+    arguments: dict[str, Any] = {**arguments_of(config, dims), "nodes": Nodes(2, 2)}
     before = {name: (id(p), p.shape) for name, p in model.named_parameters()}, repr(config)
     recipe = resolve(model, **arguments)
     assert resolve(model, **arguments) == recipe
@@ -86,15 +72,7 @@ def _compare(run: Run, rank: int, folder: Path) -> list[str]:
 
         def sharded(model: Any, dims: ParallelDims) -> None:
             shard_model_axes(model, dims)
-            again = resolve(
-                model,
-                parallel_dims=dims,
-                nodes=Nodes(2, 2),
-                training=config.training,
-                parallelism=config.parallelism,
-                compile_config=config.compile,
-                ac_config=config.activation_checkpoint,
-            )
+            again = resolve(model, **arguments_of(config, dims), nodes=Nodes(2, 2))
             if again != recipe_of(model):
                 found.append("after TP and EP")
 

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.utils import set_default_dtype
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.converters import any_gpu
+from tests.helpers.dry_run import arguments_of, build_on_meta
 from tests.helpers.on_cpu import flex_on_cpu
 from tests.helpers.training import Run, make_config
 from tests.matrix.exact import BACKENDS, reference_of
@@ -33,22 +31,11 @@ def _shards(run: Run, folder: Path) -> dict[str, Shard]:
     os.environ["WORLD_SIZE"] = str(run.world)
     with any_gpu(), flex_on_cpu():
         config = make_config(run, folder)
-        spec: Any = config.model_spec
         dist.init_process_group("fake", rank=0, world_size=run.world)
         parallel_dims = ParallelDims.from_config(config.parallelism, run.world)
-        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-        spec.model.update_from_config(config=config)
-        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
-            model = spec.model.build()
-        model = spec.parallelize_fn(
-            model,
-            parallel_dims=parallel_dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder="",
-        )
+        arguments = arguments_of(config, parallel_dims)
+        model = build_on_meta(config)
+        model = config.model_spec.parallelize_fn(model, **arguments, dump_folder="")
     return {canonical_fqn(name): _shard(param) for name, param in model.named_parameters()}
 
 
