@@ -31,16 +31,6 @@ from titan_ext.base.stdlib_corpus import make_corpus, register_stdlib_corpus
 from titan_ext.run import checkpoints
 from titan_ext.run.checkpoints import CheckpointManager
 
-__all__ = [
-    "Leg",
-    "SharedStream",
-    "differing",
-    "digests_of",
-    "read_checkpoint",
-    "run_leg",
-    "tensor_digests",
-]
-
 
 class SharedStream(BaseDataLoader):
     """The same global batches whatever the number of ranks: random tokens, seeded by sample.

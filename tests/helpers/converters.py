@@ -22,8 +22,6 @@ from torchtitan.components.quantization import (
 
 from titan_ext.components.float8_linears import TensorwiseFloat8LinearConverter
 
-__all__ = ["any_gpu", "convert"]
-
 # Emulated, Float8Linear has one scale a tensor, whatever the recipe (Titan drops its name).
 _CONVERTERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "float8_linear": (Float8LinearConverter, {"emulate": True, "filter_fqns": ["lm_head"]}),

@@ -44,25 +44,6 @@ def train_watched(run: Run, folder: Path, fault: str) -> None:
     trainer.close()
 
 
-def train_and_count_reads(run: Run, folder: Path) -> dict[str, int]:
-    """How often a rank's training steps read a value of the device, by the function that does."""
-    init_logger()
-    config: Any = make_config(run, folder)
-    config.debug.record_collectives = True
-    found: Counter[str] = Counter()
-    trainer = config.build()
-    step = trainer.train_step
-
-    def counted_step(data_iterator: Any) -> None:
-        with reads(found):
-            step(data_iterator)
-
-    trainer.train_step = counted_step
-    trainer.train()
-    trainer.close()
-    return dict(found)
-
-
 @contextlib.contextmanager
 def reads(found: Counter[str]) -> Iterator[None]:
     """Counts reads of tensors' values, in forward and backward, by the function that reads.

@@ -67,7 +67,6 @@ from titan_ext.base.stdlib_corpus import (
 )
 from titan_ext.base.tensors import in_backward
 from titan_ext.fsdp import auto, collectives, prefetch, resolve
-from titan_ext.fsdp.plan import ShardSizes
 from titan_ext.parallelize.model_spec import balance_all_blocks
 from titan_ext.plan.stand_ins import RankOrder
 from titan_ext.run.checkpoints import CheckpointManager
@@ -139,8 +138,6 @@ class Run:
     all-reduce is left alone: over two copies it adds two numbers, which has one order.
     Both sides of a comparison get it, or neither.
     """
-    routing: str = "learned"
-    """"one_expert" sends every token to the first top_k experts: the other ranks get none."""
     reshard: str | int = _key("parallelism.fsdp_reshard_after_forward", "default")
     reshard_groups: tuple[tuple[str, str | int], ...] = ()
     """``parallelism.fsdp_reshard_groups``; of ours only."""
@@ -152,8 +149,6 @@ class Run:
     prefetch: int | str = _key("parallelism.fsdp_prefetch", 1)
     reduce_scatter_buffers: int = 1
     """More: what "auto" takes across nodes, with two units ahead in backward; of ours only."""
-    expert_shard_dim: int = 0
-    """1: FSDP shards routed experts as it does where there are more ranks than experts."""
     stock_copy_out: bool = False
     """As FSDP2 by itself: such experts in a temporary, buffers freed with the next copy-out."""
     float8_all_gather: str = _key("parallelism.fsdp_float8_all_gather", "none")
@@ -164,6 +159,7 @@ class Run:
     microbatch_size: int = _key("parallelism.pipeline_parallel_microbatch_size", 1)
     """Samples of a microbatch of the pipeline."""
     typechecked: bool = _key("debug.spmd_typechecking", False)
+    recorded: bool = _key("debug.record_collectives", False)
     nodes: tuple[int, ...] = ()
     """How many ranks each node has, as torchrun tells them; () for no torchrun."""
     watch_routing: bool = False
@@ -184,6 +180,8 @@ class Run:
         return "-".join(first + others)
 
 
+KEYS: dict[str, str] = {f.metadata["key"]: f.name for f in fields(Run) if f.metadata}
+"""The fields of a run that are keys of the config."""
 _OF_TESTS = ("narrow", "seq_len", "steps", "traced_step", "profiled_step")
 _OF_TESTS += ("watch_routing", "keep_gradients")
 """What a run's name leaves out: how long it is, and what a test looks at."""
@@ -344,10 +342,10 @@ def make_config(run: Run, folder: Path) -> Any:
 
 def _set_keys(config: Any, run: Run) -> None:
     """Those that ``config`` has."""
-    for each in fields(run):
-        section, _, name = each.metadata.get("key", "").partition(".")
-        if name and hasattr(of := getattr(config, section), name):
-            value = getattr(run, each.name)
+    for key, field_name in KEYS.items():
+        section, name = key.split(".")
+        if hasattr(of := getattr(config, section), name):
+            value = getattr(run, field_name)
             setattr(of, name, list(value) if isinstance(value, tuple) else value)
 
 
@@ -517,9 +515,6 @@ def patched(run: Run) -> Iterator[None]:
             stack.enter_context(patch(titan_fsdp, "CPUOffloadPolicy", unpinned))
         if run.attention == "flex":
             stack.enter_context(flex_on_cpu())
-        if run.expert_shard_dim:
-            dim = run.expert_shard_dim
-            stack.enter_context(patch(ShardSizes, "expert_shard_dim", lambda *_: dim))
         if run.stock_copy_out:
             stack.enter_context(patch(collectives, "copies_out_directly", lambda: False))
             stack.enter_context(patch(prefetch, "_freeing", lambda *_: set()))
@@ -553,8 +548,6 @@ def _train_rank(run: Run, folder: Path) -> RankResult:
             trainer = make_config(run, folder).build()
         if run.compiled and run.parallelize == "stock":
             _count_experts_once(trainer)
-        if run.routing == "one_expert":
-            _send_every_token_to_the_first_experts(trainer)
         routing = _watch_routing(trainer) if run.watch_routing else []
         _observe_steps(trainer, run, trace, operations, norms)
         trainer.train()
@@ -630,17 +623,6 @@ def _full_gradients(trainer) -> dict[str, np.ndarray]:
         if grad is not None
     }
     return full if dist.get_rank() == 0 else {}
-
-
-def _send_every_token_to_the_first_experts(trainer) -> None:
-    """Through the router's own load-balancing bias, which decides the choice and not the score."""
-    for part in trainer.model_parts:
-        for module in part.modules():
-            bias = getattr(module, "expert_bias_E", None)
-            if bias is None:
-                continue
-            local = bias.to_local() if isinstance(bias, DTensor) else bias
-            local[: module.router.top_k] = 1e4
 
 
 def _count_experts_once(trainer) -> None:

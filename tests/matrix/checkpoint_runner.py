@@ -21,8 +21,6 @@ from tests.helpers.checkpointing import Leg, differing, read_checkpoint, run_leg
 from tests.helpers.training import Run
 from tests.matrix.checkpoints import EXPORTS, PAIRS, Pair, stock_export
 
-__all__ = ["WEIGHTS", "Sources", "check_export", "check_pair", "export"]
-
 SAVED_STEP, LAST_STEP = 2, 3
 CLOSE = {"losses": 2e-4, "grad_norms": 1e-3}
 """Relative, where sums have another order. Permuted experts hide in it, not in their tensors."""

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from tests.helpers.training import Run
 from titan_ext.activation_checkpoint import FP8AC
 
-__all__ = ["EXPORTS", "PAIRS", "Pair", "stock_export"]
-
 
 @dataclass(frozen=True)
 class Pair:

@@ -11,30 +11,16 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from tests.helpers.training import Result, Run
+from tests.helpers.training import KEYS, Result, Run
 from tests.matrix.rows import EXACT, REFUSED, rows
 from tests.verify.search import Job, toml_of
-
-__all__ = ["FAST", "RUNS", "differences", "reference_of"]
 
 BACKENDS = ("spmd_types", "partial_dtensor")
 WRAPS = ("block", "submodule")
 _FLEX: dict[str, Any] = {"attention": "flex", "seq_len": 512, "global_batch": 2}
 """FlexAttention as plain operations; half of a sequence must hold two blocks of a mask (128)."""
-_FIELDS = {
-    "tensor_parallel_degree": "tp",
-    "pipeline_parallel_degree": "pp",
-    "context_parallel_degree": "cp",
-    "expert_parallel_degree": "ep",
-    "data_parallel_replicate_degree": "dp_replicate",
-    "enable_sequence_parallel": "sequence_parallel",
-    "spmd_backend": "backend",
-    "fsdp_wrap": "parallelize",
-    "fsdp_reshard_after_forward": "reshard",
-    "fsdp_reshard_groups": "reshard_groups",
-    "fsdp_prefetch": "prefetch",
-    "save_all_to_all": "save_all_to_all",
-}
+_FIELDS = {key.partition(".")[2]: name for key, name in KEYS.items()}
+_FIELDS |= {"fsdp_wrap": "parallelize", "fsdp_reshard_groups": "reshard_groups"}
 
 
 def run_of(job: Job) -> Run:

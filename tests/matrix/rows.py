@@ -9,8 +9,6 @@ import itertools
 
 from tests.verify.search import Job
 
-__all__ = ["AXES", "EXACT", "FEATURES", "REFUSED", "ROUNDING", "WRONG_IN_STOCK", "rows"]
-
 _P, _AC = "parallelism.", "activation_checkpoint."
 _TP, _PP = f"{_P}tensor_parallel_degree", f"{_P}pipeline_parallel_degree"
 _CP, _EP = f"{_P}context_parallel_degree", f"{_P}expert_parallel_degree"

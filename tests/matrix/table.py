@@ -6,8 +6,6 @@ from pathlib import Path
 from tests.matrix.exact import RUNS
 from tests.matrix.rows import AXES, EXACT, FEATURES, REFUSED, ROUNDING, WRONG_IN_STOCK, rows
 
-__all__ = ["DOCUMENT", "document"]
-
 DOCUMENT = Path(__file__).parents[2] / "benchmarks" / "support.md"
 
 
