@@ -64,8 +64,8 @@ def _titan_config(name: str, linears: list[str] | None, folder: Path) -> Any:
     return extend_config(config)
 
 
-def _hf_config(name: str, layers: int) -> Any:
-    """What transformers calls the same model."""
+def hf_config(name: str, layers: int, **changes: Any) -> Any:
+    """What transformers calls the same model, with ``changes`` of its experts."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -83,13 +83,12 @@ def _hf_config(name: str, layers: int) -> Any:
     if name in ("qwen3", "qwen3_unfused"):
         return transformers.Qwen3Config(**qwen3, intermediate_size=3072, tie_word_embeddings=True)
     if name == "qwen3_moe":
-        return transformers.Qwen3MoeConfig(
-            **qwen3,
-            moe_intermediate_size=768,
-            num_experts=16,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-        )
+        experts: dict[str, Any] = {
+            "num_experts": 16,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        }
+        return transformers.Qwen3MoeConfig(**qwen3, moe_intermediate_size=768, **experts | changes)
     if name == "llama3":
         return transformers.LlamaConfig(
             **sizes,
@@ -105,22 +104,25 @@ def _hf_config(name: str, layers: int) -> Any:
                 "original_max_position_embeddings": 8192,
             },
         )
+    experts: dict[str, Any] = {
+        "q_lora_rank": 48,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+    }
     return transformers.DeepseekV3Config(
         **sizes,
+        **experts | changes,
         num_attention_heads=4,
         num_key_value_heads=4,
-        q_lora_rank=48,
         kv_lora_rank=32,
         qk_nope_head_dim=32,
         qk_rope_head_dim=16,
         v_head_dim=32,
         intermediate_size=128,
         moe_intermediate_size=64,
-        n_routed_experts=8,
         n_shared_experts=1,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
         routed_scaling_factor=2.5,
         norm_topk_prob=True,
         first_k_dense_replace=1,
@@ -133,7 +135,7 @@ def _save_base(name: str, folder: Path, layers: int = 2) -> None:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(_hf_config(name, layers), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(hf_config(name, layers), dtype=torch.float32)
     with torch.no_grad():
         for key, tensor in model.state_dict().items():
             if key.endswith("norm.weight"):
