@@ -266,10 +266,6 @@ def _hybrid(folder: Path) -> Verdict:
     return _verify(folder, "--parallelism.expert_parallel_degree", "2", job=_HYBRID)
 
 
-def _standard_dispatcher(folder: Path) -> Verdict:
-    return _verify(folder, "--parallelism.expert_parallel_degree", "2")
-
-
 def test_a_job_is_replayed(tmp_path: Path):
     """FSDP's units, its collectives and float8 activations, on two ranks."""
     (verdict,) = run_ranks(_fp8, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
@@ -284,14 +280,3 @@ def test_a_job_with_expert_parallelism_is_replayed(tmp_path: Path):
     (said,) = (line for line in verdict.lines() if line.startswith("dropped"))
     share = float(said.split()[1].removesuffix("%"))
     assert 0 < share < 60
-
-
-@pytest.mark.slow
-def test_the_standard_dispatcher_is_refused_by_name(tmp_path: Path):
-    (verdict,) = run_ranks(_standard_dispatcher, 1, tmp_path, log_folder=tmp_path, timeout_s=300)
-    said = str(verdict.wrong["host"][0])
-    assert "AllToAllTokenDispatcher._sync_token_count_exchange (common/token_dispatcher.py" in said
-    assert "in layers.1.moe.routed_experts: the host reads a value" in said
-    assert said.endswith(
-        "MinimalAsyncEP, and HybridEP with non_blocking_capacity_factor, read none"
-    )
