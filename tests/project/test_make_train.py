@@ -1,11 +1,9 @@
-"""``make train`` as a user types it: train, go on, be killed, be stopped, resume."""
+"""``make train`` as a user types it: train, go on, be stopped, resume. ``make faults`` kills."""
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -44,16 +42,8 @@ def _finish(process: subprocess.Popen) -> str:
     return output
 
 
-def _kill_everything_that_names(folder: Path) -> None:
-    """SIGKILL torchrun and its workers, which have process groups of their own."""
-    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if str(folder).encode() in cmdline.read_bytes():
-                os.kill(int(cmdline.parent.name), signal.SIGKILL)
-
-
 @pytest.mark.slow
-def test_train_resume_and_survive_a_kill(tmp_path: Path):
+def test_train_stop_and_resume(tmp_path: Path):
     folder = tmp_path / "run"
     output = _finish(_make_train(folder))
     assert latest_checkpoint_step(folder) == 4
@@ -65,27 +55,15 @@ def test_train_resume_and_survive_a_kill(tmp_path: Path):
     losses = read_scalar(folder, LOSS)
     assert losses[4] < losses[1]
 
-    # Killed after a checkpoint of the second run, with no chance to say goodbye.
-    process = _make_train(folder)
-    deadline = time.monotonic() + 4 * PATIENCE_S
-    while latest_checkpoint_step(folder) < 6:
-        assert process.poll() is None, "ended before it could be killed"
-        assert time.monotonic() < deadline, "no checkpoint at step 6"
-        time.sleep(0.05)
-    _kill_everything_that_names(folder)
-    process.communicate()
-    reached = latest_checkpoint_step(folder)
-    assert reached in (6, 8)
-
     process = _make_train(folder, steps=20)
     assert process.stdout is not None
     for line in process.stdout:
-        if f"step: {reached + 1:2}" in line:
+        if "step:  5" in line:
             break
     process.terminate()  # make, which passes it on
     output, _ = process.communicate(timeout=4 * PATIENCE_S)
     stopped_at = latest_checkpoint_step(folder)
-    assert reached < stopped_at < 20, output[-3000:]
+    assert 4 < stopped_at < 20, output[-3000:]
     last_line = output.splitlines()[-1]
     assert last_line == f"stopped at step {stopped_at} of 20; the same command trains on from there"
     assert "Traceback" not in output

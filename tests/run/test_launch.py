@@ -8,8 +8,6 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.cluster import run_line
 
 ROOT = Path(__file__).parents[2]
@@ -45,17 +43,3 @@ def test_the_files_of_the_first_screen_are_found_in_an_empty_folder(tmp_path: Pa
         (shown,) = run_line(tmp_path, f"titan_ext show {config} --changed")
         assert shown.code == 0, shown.error
         assert "expert_parallel_degree = " in shown.out
-
-
-@pytest.mark.slow
-def test_the_first_screen_of_the_readme_trains_in_an_empty_folder(tmp_path: Path):
-    """As printed, but for the size of the run; the last line's job needs GPUs."""
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    _, train, _ = _first_screen()
-    ranks = run_line(folder, f"{train} {_SMALL}")
-    output = re.sub(r"\x1b\[[0-9;]*m", "", ranks[0].out + ranks[0].error)
-    assert [rank.code for rank in ranks] == [0, 0, 0, 0], output[-3000:]
-    assert re.search(r"step:  1  loss:  8\.\d+", output), output[-3000:]
-    assert "Finished at step 1; outputs/moe_debug/run.json says what ran." in output
-    assert (folder / "outputs" / "moe_debug" / "run.json").exists()
