@@ -354,63 +354,6 @@ def test_nothing_is_computed_again_if_asked():
     assert 0.999 < worst_cosine(outcome, free) < 1
 
 
-class _SavesItsInput(torch.autograd.Function):
-    """A fused norm or activation is such: what its backward reads, no operation shows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.view(-1) if how == "view" else x.clone().view(-1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return (gradients[0].view_as(x) * x.cos()), None
-
-
-class _ReadsADiscard(nn.Module):
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.w1, self.w2 = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-        self.stat: torch.Tensor
-        self.register_buffer("stat", torch.zeros(()))
-        self.how = how
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.w2(self.w1(x).sigmoid())
-        if self.how == "buffer":
-            self.stat.add_(out.detach().sum())
-        elif self.how == "in place":
-            out.add_(x)
-        else:
-            out = _SavesItsInput.apply(out, self.how).view_as(x)
-        return out.sin()
-
-
-@pytest.mark.parametrize("how", ["view", "clone", "in place", "buffer"])
-def test_a_discarded_output_that_is_read_is_computed_again(how: str):
-    """No stand-in takes its place, as in eager code: gradients are those without a checkpoint."""
-    outcomes = []
-    for discards in (False, True):
-        module = _ReadsADiscard(how)
-        if discards:
-            rules = {"*:aten.mm": "discard", "*": "recompute"}
-            policy = FP8AC(FP8AC.Config(preset="stock", op_policies=rules))
-            forward = module.forward
-            wrap = compiled_checkpoint(CompiledPart(module, "", {"": module}, ""), policy)
-            cast(Any, module).forward = lambda x: wrap(forward, x)  # noqa: B023
-            module.compile(
-                fullgraph=True, **compile_arguments(Float8Partitioner(Codec()), "aot_eager")
-            )
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        module(x).square().sum().backward()
-        outcomes.append([x.grad, module.w1.weight.grad, module.w2.weight.grad, module.stat])
-    for mine, its in zip(*outcomes, strict=True):
-        assert mine is not None
-        assert torch.equal(mine, its)
-
-
 def test_what_stays_exact():
     x = torch.zeros(64, 64, dtype=torch.bfloat16)
     others = (x, x.float(), x.long(), x[1:], x[:, :1].expand(64, 128))

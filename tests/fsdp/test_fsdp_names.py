@@ -99,13 +99,7 @@ def test_frozen_linears():
     assert "layers.1.moe.shared_experts.w1" in everything
     assert not any("lora" in name or "router" in name or "lm_head" in name for name in everything)
     assert found("layers.0.feed_forward") == [f"layers.0.feed_forward.w{i}" for i in (1, 2, 3)]
-    with pytest.raises(ValueError, match=r"did you mean 'layers.0.attention.wq'"):
-        found("layers.0.attention.w_q")
     assert found("layers.0.attention.wq") == ["layers.0.attention.wq"]
-    with pytest.raises(ValueError, match=r"no frozen linear 'layers.0.attention.wq.lora_a'"):
-        found("layers.0.attention.wq.lora_a")
     with pytest.raises(ValueError, match="needs an axis to shard over"):
         found("*", world=1)
-    with pytest.raises(ValueError, match=r"wkv_a.weight has \d+ elements; 64 ranks need"):
-        found("layers.0.attention.wkv_a", world=64)
     assert isinstance(model.get_submodule(everything[0]), nn.Linear)

@@ -66,13 +66,9 @@ def test_a_config_made_in_python_is_refused_before_a_process_group(monkeypatch: 
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match=REGION.format(8, 4, "1, 2, 4")):
         _config(expert_parallel=8).build()
-    (wrong,) = wrong_degrees(_config(expert_parallel=3), 4)
-    assert wrong.endswith("divide 8, the number of experts; expected one of 1, 2, 4.")
-    monkeypatch.setenv("WORLD_SIZE", "4")  # and so says the config, as soon as it is made
+    # And so says the config, as soon as it is made.
     with pytest.raises(ValueError, match=r"the number of experts; expected one of 1, 2, 4\.$"):
         replace(_config(), parallelism=_config(expert_parallel=3).parallelism)
-    with pytest.raises(ValueError, match=r"expert_parallel_degree is 0; expected 1 or more\.$"):
-        _config(expert_parallel=0).build()
     assert not dist.is_initialized()
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,14 +49,13 @@ class CountingStore(dist.Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: dict[str, bytes] = {}
-        self._lock = threading.RLock()
-        self._arrivals: dict[str, threading.Event] = {}
+        self._store = dist.HashStore()
+        self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
         self.before_call: Callable[[], None] = lambda: None
 
-    def _count(self, key: str, value: bytes = b"") -> None:
+    def _count(self, key: str, value: bytes | str = b"") -> None:
         self.before_call()
         with self._lock:
             who = threading.current_thread().name
@@ -64,46 +64,31 @@ class CountingStore(dist.Store):
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self._count(key, value)
-        with self._lock:
-            self._values[key] = value
-            if key in self._arrivals:
-                self._arrivals[key].set()
+        self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        value = self._values[key]
-        self._count(key, value)
+        self._count(key, value := self._store.get(key))
         return value
 
     def add(self, key: str, amount: int) -> int:  # type: ignore[override]
         self._count(key)
-        with self._lock:
-            total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            return total
+        return self._store.add(key, amount)
 
     def append(self, key: str, value: bytes) -> None:
         self._count(key, value)
-        with self._lock:
-            self._values[key] = self._values.get(key, b"") + value
+        self._store.append(key, value)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:  # type: ignore[override]
         self._count(key, desired)
-        with self._lock:
-            if self._values.get(key, b"") == expected:
-                self._values[key] = desired
-            return self._values[key]
+        return self._store.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
         self._count(keys[0])
-        return keys[0] in self._values
+        return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:  # type: ignore[override]
         self._count(keys[0])
-        with self._lock:
-            arrival = self._arrivals.setdefault(keys[0], threading.Event())
-            if keys[0] in self._values:
-                return
-        assert arrival.wait(300), f"nobody set {keys[0]}"
+        self._store.wait(keys, timedelta(seconds=300))
 
 
 def on_threads(ranks: int, work: Callable[[Job], Any], store: Any) -> list[Any]:
