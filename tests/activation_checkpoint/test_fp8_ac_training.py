@@ -161,29 +161,3 @@ def test_compiled_units_in_the_trainer(tmp_path: Path):
     # In the experts' order, and as they come back: 256 values of a byte, and two scales.
     assert (tokens["tensors"], tokens["nbytes"], tokens["nbytes_a_token"]) == (1, 0, 256 + 2)
     assert (outputs["tensors"], outputs["nbytes"] % (256 + 2)) == (1, 0)
-
-
-@pytest.mark.slow
-def test_selective_checkpointing_stays_selective_in_compiled_submodules(runs: Runs):
-    """What is saved is not computed again, and the tokens of the MoE layer are sent once.
-
-    With the checkpoint around compiled modules nearly every operation would run again.
-    """
-    run = Run(
-        world=2,
-        ep=2,
-        layers=2,
-        parallelize="submodule",
-        compiled=True,
-        seq_len=32,
-        steps=4,
-        profiled_step=4,
-    )
-    result, eager = runs.get(run), runs.get(dataclasses.replace(run, compiled=False))
-    for mine, its in zip(result.ranks, eager.ranks, strict=True):
-        # Attention, dense feed-forward, norm, router, experts, scores, shared experts: once each.
-        assert mine.graphs == 7
-        assert mine.operations["_c10d_functional::all_to_all_single"] == 5
-        assert mine.operations["aten::topk"] == 1
-        assert mine.operations["aten::mm"] < its.operations["aten::mm"]
-    assert result.losses == pytest.approx(eager.losses, rel=1e-3)

@@ -5,6 +5,7 @@ The faults of whole launches (torchrun, its agents, kill -9 of saves) take minut
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import re
@@ -23,16 +24,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torchtitan.tools.logging import init_logger
 
 from tests.faults.torchrun import is_alive
 from tests.helpers import planted
 from tests.helpers.checkpointing import corrupt_items, run_leg, slow_writes
-from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, run_ranks, start_ranks
-from tests.helpers.training import Run, make_config, titan_config
+from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, start_ranks
+from tests.helpers.training import Run, titan_config
 from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
-from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.run.checkpoints import CheckpointManager, verify_checksums
 from titan_ext.run.start import Paths
 from titan_ext.run.stop import StopOnSignal, end_with_launcher, warn_of_restarts_that_hang
@@ -41,32 +40,6 @@ from titan_ext.run.trainer import Trainer, extend_config
 RUN = Run(parallelize="submodule", world=2, ep=2, layers=2, seq_len=32, ac="none", steps=6)
 FAULTY_STEP = {"sigterm": 3}  # not saved anyway; others: 4
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-def _train(run: Run, folder: Path, fault: str) -> int:
-    """One rank of a run that saves every second step; rank 1 has the fault."""
-    init_logger()
-    config: Any = make_config(run, folder)
-    config.checkpoint = CheckpointManager.Config(
-        enable=True,
-        interval=2,
-        keep_latest_k=2,
-        last_save_model_only=False,
-        async_mode="async" if fault == "nan" else "disabled",
-    )
-    trainer = config.build()
-    step = trainer.train_step
-
-    def train_step(data_iterator) -> None:
-        faulty = trainer.step == FAULTY_STEP.get(fault, 4) and os.environ["RANK"] == "1"
-        with _FAULTS[fault](trainer) if faulty else contextlib.nullcontext():
-            step(data_iterator)
-
-    trainer.train_step = train_step
-    with slow_writes() if fault == "nan" else contextlib.nullcontext():
-        trainer.train()
-    trainer.close()
-    return trainer.step
 
 
 @contextlib.contextmanager
@@ -95,9 +68,26 @@ _FAULTS = {
 }
 
 
+@contextlib.contextmanager
+def _on_rank_1(fault: str) -> Iterator[None]:
+    step = Trainer.train_step
+
+    def train_step(trainer: Any, data_iterator: Any) -> None:
+        faulty = trainer.step == FAULTY_STEP.get(fault, 4) and os.environ["RANK"] == "1"
+        with _FAULTS[fault](trainer) if faulty else contextlib.nullcontext():
+            step(trainer, data_iterator)
+
+    slow = slow_writes() if fault == "nan" else contextlib.nullcontext()
+    with unittest.mock.patch.object(Trainer, "train_step", train_step), slow:
+        yield
+
+
 def _run(folder: Path, fault: str) -> list[int]:
-    make_corpus()
-    return run_ranks(_train, 2, RUN, folder, fault, log_folder=folder / "logs")
+    """The last step of each rank of a run that saves every second one."""
+    mode = "async" if fault == "nan" else "disabled"
+    around = functools.partial(_on_rank_1, fault)
+    legs = run_leg(RUN, folder, around=around, interval=2, keep_latest_k=2, async_mode=mode)
+    return [max(leg.losses) for leg in legs]
 
 
 def test_gradients_that_are_not_finite_are_not_applied(tmp_path: Path):

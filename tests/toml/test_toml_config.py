@@ -1,5 +1,6 @@
 """What a TOML file can extend, and the values that it can set."""
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -9,7 +10,6 @@ from torchtitan.config import Configurable
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
 from torchtitan.hf_datasets.text_datasets import (
     ChatDataLoader,
-    HuggingFaceTextDataLoader,
     InterleavedHuggingFaceTextDataLoader,
 )
 from torchtitan.models.deepseek_v3.config_registry import deepseek_v3_debugmodel
@@ -117,55 +117,31 @@ lr = 2e-3
     assert ours.activation_checkpoint == FullAC.Config()  # the first file's keys went with "none"
 
 
+_KINDS: dict[str, tuple[str, Any]] = {
+    "dump_folder": ('"out"', "out"),
+    "training.max_norm": ("2", 2),  # float | int
+    "training.dtype": ('"bfloat16"', "bfloat16"),
+    "lr_scheduler.decay_ratio": ("1", 1.0),
+    "lr_scheduler.total_steps": ("50", 50),
+    "parallelism.fsdp_wrap": ('"block"', "block"),
+    "parallelism.module_fqns_per_model_part": ('[["norm", "lm_head"]]', [["norm", "lm_head"]]),
+    "parallelism.context_parallel_load_balancer": ('"None"', None),
+    "override.imports": (
+        '["my_package.plain", ["my_package.tuned", { block_size = 256 }]]',
+        ["my_package.plain", ("my_package.tuned", {"block_size": 256})],
+    ),
+    "validator.enable": ("true", True),
+    "validator.dataloader.dataset": ('"c4_test"', "c4_test"),
+}
+
+
 def test_values_of_every_kind(config: Loader):
-    ours = config(
-        DEBUG
-        + """
-dump_folder = "out"
-
-[training]
-max_norm = 2
-dtype = "bfloat16"
-
-[lr_scheduler]
-decay_ratio = 1
-total_steps = 50
-
-[parallelism]
-fsdp_wrap = "block"
-module_fqns_per_model_part = [["tok_embeddings", "layers.0"], ["norm", "lm_head"]]
-context_parallel_load_balancer = "None"
-
-[override]
-imports = ["my_package.plain", ["my_package.tuned", { block_size = 256 }]]
-
-[validator]
-enable = true
-[validator.dataloader]
-dataset = "c4_test"
-"""
-    )
-    assert ours.dump_folder == "out"
-    assert ours.training.max_norm == 2
-    assert type(ours.training.max_norm) is int  # float | int
-    assert ours.training.dtype == "bfloat16"
-    assert type(ours.lr_scheduler.decay_ratio) is float
-    assert ours.lr_scheduler.total_steps == 50
-    assert ours.parallelism.fsdp_wrap == "block"
-    assert ours.parallelism.module_fqns_per_model_part == [
-        ["tok_embeddings", "layers.0"],
-        ["norm", "lm_head"],
-    ]
-    assert ours.parallelism.context_parallel_load_balancer is None
-    assert ours.override.imports == [
-        "my_package.plain",
-        ("my_package.tuned", {"block_size": 256}),
-    ]
-    assert ours.validator.enable
-    dataloader = ours.validator.dataloader
-    assert isinstance(dataloader, HuggingFaceTextDataLoader.Config)
-    assert dataloader.dataset == "c4_test"
-    assert not dataloader.infinite  # the other keys keep the value of what is extended
+    ours = config(DEBUG + "\n".join(f"{key} = {text}" for key, (text, _) in _KINDS.items()))
+    for key, (_, value) in _KINDS.items():
+        found = functools.reduce(getattr, key.split("."), ours)
+        assert (found, type(found)) == (value, type(value)), key
+    # The other keys keep the value of what is extended.
+    assert not ours.validator.dataloader.infinite
 
 
 def test_a_function_by_its_path(config: Loader):

@@ -202,14 +202,14 @@ def wrong_norm() -> Iterator[None]:
         yield
 
 
-def _loads(counts: Callable[[], bool]) -> Any:
+def load_twice() -> Any:
     """Automodel #3247: a second forward, as the recompute is one, counts tokens again."""
 
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
         for part in trainer.parts:
             for module in part.modules():
-                if isinstance(module, MoE) and counts():
+                if isinstance(module, MoE):
                     module.register_forward_pre_hook(_note_load)
                     module.register_forward_hook(_add_load_again)
 
@@ -224,14 +224,6 @@ def _add_load_again(module: Any, args: Any, output: Any) -> None:
     with torch.no_grad():
         load_E = local(module.tokens_per_expert_E)
         load_E.add_(load_E - module.noted_load)
-
-
-def load_twice_on_one_rank() -> Any:
-    return _loads(lambda: dist.get_rank() == 0)
-
-
-def load_twice() -> Any:
-    return _loads(lambda: True)
 
 
 @contextlib.contextmanager
@@ -651,7 +643,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "loss by own tokens": (own_tokens, "grads", ""),
     "trained on padding": (trained_on_padding, "grads", ""),
     "norm times 1.41": (wrong_norm, "norm", "1.4100"),
-    "load counted twice on one rank": (load_twice_on_one_rank, "load", ".moe"),
     "load counted twice": (load_twice, "load", ".moe"),
     "a detached router": (detached_router, "grads", "router.gate.weight"),
     "bias in the scores": (bias_in_scores, "grads", ""),

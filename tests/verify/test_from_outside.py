@@ -7,8 +7,6 @@ are planted in Titan's code or in ours, as a branch of a user would have them.
 
 import contextlib
 import copy
-import io
-import os
 import re
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -24,12 +22,11 @@ from torchtitan.config import derive
 from torchtitan.distributed.spmd_types import set_current_spmd_mesh
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from tests.helpers.cluster import run_ranks
 from tests.helpers.training import Run, Runs, observed, titan_config
 from tests.matrix.exact import differences
+from tests.verify.test_verify import _run_command
 from titan_ext.components import exchange
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, exchange_in_float8
-from titan_ext.config_registry.commands import main
 from titan_ext.fp8.codec import default_codec
 
 patch = unittest.mock.patch.object
@@ -152,20 +149,9 @@ def _factors(found: dict[str, Any], right: dict[str, torch.Tensor]) -> dict[str,
 # -- the command
 
 
-def _command(folder: Path, flags: list[str], fault: Callable[[], Any]) -> tuple[int, str]:
-    os.chdir(folder)
-    said, code = io.StringIO(), 0
-    with contextlib.redirect_stdout(said), fault():
-        try:
-            code = main(["verify", "moe_debug.toml", "--checkpoint.no-enable", *flags])
-        except SystemExit as end:
-            code = int(end.code or 0)
-    return code, said.getvalue()
-
-
-def _verify(folder: Path, *flags: str, fault: Callable[[], Any] = contextlib.nullcontext) -> Any:
+def _verify(folder: Path, *flags: str, fault: Callable[[], Any] | None = None) -> Any:
     """Exit code, output, and what it calls WRONG by category, as ``name is ...``."""
-    ((code, said),) = run_ranks(_command, 1, folder, list(flags), fault, log_folder=folder)
+    code, said = _run_command(folder, "--checkpoint.no-enable", *flags, fault=fault)
     wrong: dict[str, list[str]] = {}
     category = ""
     for line in said.splitlines():
