@@ -13,10 +13,7 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-from torchtitan.distributed.activation_checkpoint import (
-    ActivationCheckpointing,
-    SelectiveAC,
-)
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 
 from tests.helpers.fp8_activations import CHOICES, ChecksItself, LooksUp, debug_model, tokens
 from titan_ext.activation_checkpoint import (

@@ -22,10 +22,7 @@ from torchtitan.protocols import BaseModel
 from tests.helpers.cluster import run_ranks
 from tests.helpers.training import degrees, titan_config
 from titan_ext.base.nodes import Nodes
-from titan_ext.components.dispatch import (
-    FunctionalAllToAllTokenDispatcher,
-    use_our_dispatchers,
-)
+from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher, use_our_dispatchers
 from titan_ext.components.exchange_policy import resolve_exchanges
 from titan_ext.components.overlap import overlap_shared_experts
 from titan_ext.parallelize.keys import ParallelismConfig

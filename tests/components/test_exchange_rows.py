@@ -24,13 +24,7 @@ from titan_ext.base.nodes import Nodes
 from titan_ext.components.dispatch import FunctionalAllToAllTokenDispatcher
 from titan_ext.components.exchange import Inside
 from titan_ext.components.exchange_policy import ranks_of_token, resolve_exchanges
-from titan_ext.components.rows import (
-    Hops,
-    TokenRows,
-    _experts_of,
-    exchange_once,
-    hops_across_nodes,
-)
+from titan_ext.components.rows import Hops, TokenRows, _experts_of, exchange_once, hops_across_nodes
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.parallelize.keys import ParallelismConfig
 from titan_ext.plan.stand_ins import PlannedTokenDispatcher

@@ -19,14 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.fp8_activations import debug_model, tokens
 from titan_ext.base.tensors import local_tensor, plain_tensors
-from titan_ext.fp8 import (
-    Codec,
-    MemoryRow,
-    SavedTensorStore,
-    codec,
-    dequantize,
-    quantize,
-)
+from titan_ext.fp8 import Codec, MemoryRow, SavedTensorStore, codec, dequantize, quantize
 from titan_ext.fp8.offload import Offload
 from titan_ext.fp8.saved_tensors import keep_exact
 

@@ -20,14 +20,7 @@ from titan_ext.base.machines import MACHINES
 from titan_ext.base.tensors import local_tensor
 from titan_ext.plan import solver
 from titan_ext.plan.block_graph import CHOICES, BlockGraph, Node, trace
-from titan_ext.plan.solver import (
-    BlockKind,
-    BudgetTooSmallError,
-    Host,
-    Solution,
-    solve,
-    table_of,
-)
+from titan_ext.plan.solver import BlockKind, BudgetTooSmallError, Host, Solution, solve, table_of
 
 SAVE, FLOAT8, RECOMPUTE, DISCARD = CHOICES
 OFFLOAD, OFFLOAD_FLOAT8 = OpPolicy.OFFLOAD, OpPolicy.OFFLOAD_FLOAT8

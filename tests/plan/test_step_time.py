@@ -28,16 +28,7 @@ from titan_ext.plan.live import LiveBytes, MemoryKind
 from titan_ext.plan.op_cost import collective_ms, op_cost
 from titan_ext.plan.schedules import Action, actions_of, idle_share, one_stage_actions
 from titan_ext.plan.stand_ins import AttentionShapes, as_rank
-from titan_ext.plan.time import (
-    EAGER,
-    IDEAL,
-    WAITS,
-    Category,
-    How,
-    Pass,
-    StepClock,
-    StepTime,
-)
+from titan_ext.plan.time import EAGER, IDEAL, WAITS, Category, How, Pass, StepClock, StepTime
 
 ONE = Run(world=1, ep=1, parallelize="block", seq_len=64, layers=2)
 EIGHT = Run(world=8, ep=2, parallelize="submodule", global_batch=8, layers=2)

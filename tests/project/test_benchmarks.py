@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import (
-    fp8_ac_loss,
-    gpu_receipts,
-    host_and_memory,
-    published,
-    rates,
-)
+from benchmarks import fp8_ac_loss, gpu_receipts, host_and_memory, published, rates
 from benchmarks.activation_bytes import Measured, measure
 from benchmarks.moe_blocks import BlockLayout
 from titan_ext.base.machines import MACHINES

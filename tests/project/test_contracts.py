@@ -24,14 +24,9 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer
 from torch.distributed import distributed_c10d
-from torch.distributed.pipelining.schedules import (
-    _ComputationType,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 from torch.multiprocessing.reductions import StorageWeakRef
-from torchtitan.components.checkpointer.base import (
-    BaseCheckpointManager,
-)
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.config import ConfigManager
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
