@@ -49,7 +49,7 @@ class CountingStore(dist.Store):
 
     def __init__(self) -> None:
         super().__init__()
-        self._store = dist.HashStore()
+        self._store: Any = dist.HashStore()
         self._lock = threading.Lock()
         self.calls: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
