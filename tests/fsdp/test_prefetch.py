@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torchtitan.distributed.utils import get_spmd_context
-from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import narrow_attention
+from tests.helpers.training import small_spec
 from titan_ext import api
 from titan_ext.activation_checkpoint import FP8AC
 
@@ -19,12 +18,8 @@ from titan_ext.activation_checkpoint import FP8AC
 def _largest_differences(wrap: Any) -> dict[str, float]:
     """Of logits after a part ran without gradients and weights changed, by part."""
     dist.init_process_group("gloo")
-    spec = model_registry("debugmodel")
-    decoder: Any = spec.model
-    decoder.layers = decoder.layers[:3]
-    narrow_attention(decoder)
     parallelism = api.ParallelismConfig(fsdp_wrap=wrap, fsdp_prefetch=2)
-    model, dims = api.build_decoder(spec, parallelism=parallelism)
+    model, dims = api.build_decoder(small_spec(3), parallelism=parallelism)
     tokens = torch.arange(2 * 32).view(2, 32) * 7 % 2048
     parameters: Any = model.parameters()
     sharded = [param.to_local() for param in parameters]
@@ -71,13 +66,9 @@ def _after_a_failed_backward(ac: str) -> list[str]:
     """What the next forward says, then what differs in a step after the reset."""
     dist.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)
-    spec = model_registry("debugmodel")
-    decoder: Any = spec.model
-    decoder.layers = decoder.layers[:3]
-    narrow_attention(decoder)
     parallelism = api.ParallelismConfig(fsdp_wrap="submodule", expert_parallel_degree=2)
     policy: Any = FP8AC.Config() if ac == "fp8" else None
-    model, dims = api.build_decoder(spec, parallelism=parallelism, ac_config=policy)
+    model, dims = api.build_decoder(small_spec(3), parallelism=parallelism, ac_config=policy)
     tokens = torch.arange(2 * 32).view(2, 32) * 7 % 2048
 
     def gradients() -> dict[str, torch.Tensor]:

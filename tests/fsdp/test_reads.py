@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.training import small_spec
 from titan_ext import api
 
 TOKENS, STEPS = 32, 2
@@ -36,8 +36,7 @@ def _errors_of_gradients(wrap: Any) -> dict[str, float]:
     Llama3Model.forward = _forward  # type: ignore[method-assign]
     errors = {}
     for chunked, calls_head in ((True, True), (False, True), (False, False)):
-        spec: Any = model_registry("debugmodel")
-        spec.model.layers = spec.model.layers[:1]
+        spec = small_spec(1, "llama3")
         parallelism = api.ParallelismConfig(fsdp_wrap=wrap, fsdp_prefetch=0)
         training = api.TrainingConfig(mixed_precision_param="float32")
         torch.manual_seed(0)
@@ -105,8 +104,7 @@ def _messages() -> dict[str, str]:
         return ""
 
     def built(wrap: Any) -> Any:
-        spec: Any = model_registry("debugmodel")
-        spec.model.layers = spec.model.layers[:2]
+        spec = small_spec(2, "llama3")
         model: Any = api.build_decoder(spec, parallelism=api.ParallelismConfig(fsdp_wrap=wrap))[0]
         model.register_forward_hook(lambda *_: None)  # a user's, after ours
         return model
@@ -141,10 +139,8 @@ def test_a_weight_that_is_read_past_its_module_is_refused_by_name(tmp_path: Path
 def _penalised() -> tuple[str, float]:
     """What is said of a penalty on weights, and the error of gradients made as that says."""
     dist.init_process_group("gloo")
-    spec: Any = model_registry("debugmodel")
-    spec.model.layers = spec.model.layers[:1]
     parallelism = api.ParallelismConfig(fsdp_wrap="submodule")
-    model: Any = api.build_decoder(spec, parallelism=parallelism)[0]
+    model: Any = api.build_decoder(small_spec(1, "llama3"), parallelism=parallelism)[0]
     tokens = torch.arange(TOKENS).view(1, -1)
 
     def loss() -> Any:

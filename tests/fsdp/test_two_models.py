@@ -1,16 +1,14 @@
 """Two decoders in one process, as of a student and its teacher: each trains as it does alone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torchtitan.distributed.utils import get_spmd_context
-from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
-from tests.helpers.training import narrow_attention
+from tests.helpers.training import small_spec
 from titan_ext import api
 
 
@@ -28,11 +26,7 @@ def _train(seeds: list[int]) -> list[list[float]]:
     for seed in seeds:
         torch.manual_seed(seed)
         parallelism = api.ParallelismConfig(expert_parallel_degree=2, fsdp_wrap="submodule")
-        spec = model_registry("debugmodel")
-        decoder: Any = spec.model
-        decoder.layers = decoder.layers[:2]
-        narrow_attention(decoder)
-        model, dims = api.build_decoder(spec, parallelism=parallelism)
+        model, dims = api.build_decoder(small_spec(2), parallelism=parallelism)
         models.append((model, torch.optim.SGD(model.parameters(), lr=0.1), dims))
     losses: list[list[float]] = [[] for _ in models]
     for step in range(2):

@@ -12,11 +12,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.utils import clip_grad_norm_, get_spmd_context
-from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
 from tests.helpers.collectives import count
-from tests.helpers.training import Run, Runs, narrow_attention, observed
+from tests.helpers.training import Run, Runs, observed, small_spec
 from titan_ext import api
 
 # Nothing is clipped: the norm of a whole tensor and that of its shards differ in the last bit.
@@ -50,11 +49,8 @@ def _own_loop(folder: Path) -> dict[str, Any]:
     torch.manual_seed(42)
     training = TrainingConfig(mixed_precision_param="float32")
     ignored = "layers.1.attention_norm"
-    spec: Any = model_registry("debugmodel")
-    spec.model.layers = spec.model.layers[:2]
-    narrow_attention(spec.model)
     built, parallel_dims = api.build_decoder(
-        spec,
+        small_spec(2),
         parallelism=api.ParallelismConfig(fsdp_wrap="submodule"),
         training=training,
         ignored=(ignored,),

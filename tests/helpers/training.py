@@ -407,6 +407,15 @@ def titan_config(model: str) -> Any:
     }[model]()
 
 
+def small_spec(layers: int, name: str = "deepseek_v3") -> Any:
+    """The model spec of the first layers of a debug model; of DeepSeek-V3's with fewer heads."""
+    spec = titan_config(name).model_spec
+    spec.model.layers = spec.model.layers[:layers]
+    if name == "deepseek_v3":
+        narrow_attention(spec.model)
+    return spec
+
+
 def meta_model(name: str = "deepseek_v3", layers: int | None = None) -> Any:
     """A debug model, or its first layers, on the meta device."""
     config = titan_config(name).model_spec.model

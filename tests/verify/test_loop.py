@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.utils import get_spmd_context
-from torchtitan.models.deepseek_v3 import model_registry
 
 from tests.helpers.cluster import run_ranks
+from tests.helpers.training import small_spec
 from titan_ext import api
 from titan_ext.base import no_accelerator
 
@@ -24,16 +24,11 @@ def _no_plain_one() -> nn.Module:
 
 
 def _verify() -> list[list[str]]:
-    def spec() -> Any:
-        found: Any = model_registry("debugmodel")
-        found.model.layers = found.model.layers[:3]
-        return found
-
     dims: list[Any] = []
     scale = 1.0
 
     def build() -> nn.Module:
-        (wrong := spec()).model.layers[1].moe.router.route_scale *= scale
+        (wrong := small_spec(3)).model.layers[1].moe.router.route_scale *= scale
         model, parallel_dims = api.build_decoder(
             wrong,
             parallelism=api.ParallelismConfig(expert_parallel_degree=2, exchange_dtype="float8"),
@@ -43,7 +38,7 @@ def _verify() -> list[list[str]]:
         return model
 
     def plain() -> nn.Module:
-        found = spec()
+        found = small_spec(3)
         no_accelerator.adapt_spec(found)
         found.model.update_from_config(config=SimpleNamespace(parallelism=api.ParallelismConfig()))
         model = found.model.build()
