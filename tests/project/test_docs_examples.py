@@ -470,7 +470,10 @@ def test_dry_runs_of_a_page_run(page: str, tmp_path: Path):
 
 
 def test_a_config_function_of_yours(tmp_path: Path):
-    """By the name that every command takes; a file extends it as well."""
+    """By the name that every command takes; a file extends it as well.
+
+    The script's own folder is first on its path, in place of the current one.
+    """
     _prepare(tmp_path, "docs/configs.md")
     (tmp_path / "my_run.toml").unlink()
     shown = _run_commands(tmp_path, ["titan_ext show my_runs.my_16b"])
@@ -480,11 +483,3 @@ def test_a_config_function_of_yours(tmp_path: Path):
         "titan_ext show my_run.toml --changed",
     ]
     assert "# my_runs.my_16b <- my_run.toml" in _run_commands(tmp_path, commands)
-
-
-def test_a_file_that_extends_a_model_of_yours(tmp_path: Path):
-    """The script, whose own folder is first on its path, finds the page's two files."""
-    (tmp_path / "my_model.py").write_text(examples("python")[YOURS, 0])
-    (tmp_path / "my_run.toml").write_text(examples("toml")[YOURS, 0])
-    shown = _run_commands(tmp_path, ["titan_ext show my_run.toml --changed"])
-    assert shown.startswith("# my_model.gain_debugmodel <- my_run.toml\n")
