@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torchtitan.config import CompileConfig, TrainingConfig
 
 import titan_ext
-from tests.helpers.cluster import run_ranks
+from tests.helpers.cluster import refusal_of, run_ranks
 from tests.helpers.training import degrees, meta_model, titan_config
 from titan_ext.base.messages import ranks_in_words
 from titan_ext.base.nodes import Nodes
@@ -86,11 +86,7 @@ def _build() -> str:
     if os.environ["RANK"] == "1":
         config.parallelism.fsdp_wrap = "submodule"
         config.model_spec.model.layers[2].moe.router.top_k = 5
-    try:
-        config.build()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return refusal_of(config.build)
 
 
 def test_every_rank_names_the_keys_and_the_ranks_before_it_builds_a_model(tmp_path: Path):

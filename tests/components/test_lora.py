@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torchtitan.components.lora import LoRAConverter
 
-from tests.helpers.cluster import run_ranks
+from tests.helpers.cluster import refusal_of, run_ranks
 from tests.helpers.dry_run import arguments_of
 from tests.helpers.training import Run, Runs, make_config, observed, titan_config
 from titan_ext.api import parallelize, refuse_unmanaged_parameters
@@ -76,10 +76,7 @@ def _refusals(folder: Path) -> dict[str, Any]:
     attention = model.layers["0"].attention
     attention.adapter = nn.Linear(4, 4, bias=False)
     found["added"] = unmanaged_parameters(model)
-    try:
-        trainer.train()
-    except ValueError as error:
-        found["trainer"] = str(error)
+    found["trainer"] = refusal_of(trainer.train)
     del attention.adapter
 
     attention.again = attention.wo
@@ -98,19 +95,13 @@ def _refusals(folder: Path) -> dict[str, Any]:
     own(torch.ones(1, 4)).sum().backward()
     found["after a step"] = unmanaged_parameters(own)
     own.extend([nn.Linear(4, 4, bias=False) for _ in range(6)])
-    try:
-        refuse_unmanaged_parameters([own])
-    except ValueError as error:
-        found["own"] = str(error)
+    found["own"] = refusal_of(refuse_unmanaged_parameters, [own])
 
     wrapped.layers["0"].attention.wo = FullyShardedDataParallel(
         nn.Linear(4, 4), device_id=torch.device("cpu")
     )
-    try:
-        arguments = arguments_of(config, trainer.parallel_dims)
-        parallelize(wrapped, **arguments, dump_folder=str(folder))
-    except ValueError as error:
-        found["fsdp1"] = str(error)
+    arguments = arguments_of(config, trainer.parallel_dims) | {"dump_folder": str(folder)}
+    found["fsdp1"] = refusal_of(parallelize, wrapped, **arguments)
     trainer.close()
     return found
 

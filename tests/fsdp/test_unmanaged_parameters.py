@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed.utils import clip_grad_norm_, get_spmd_context
 
-from tests.helpers.cluster import run_ranks
+from tests.helpers.cluster import refusal_of, run_ranks
 from tests.helpers.collectives import count
 from tests.helpers.training import Run, Runs, observed, small_spec
 from titan_ext import api
@@ -59,13 +59,6 @@ def _own_loop(folder: Path) -> dict[str, Any]:
     attention: Any = model.layers["0"].attention
     found: dict[str, Any] = {}
 
-    def error_of(call: Any, *args: Any, **named: Any) -> str:
-        try:
-            call(*args, **named)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def forward() -> Any:
         tokens = (torch.arange(2 * 32).view(2, 32) * 7 + dist.get_rank()) % 2048
         return model(tokens, positions=torch.arange(32).expand(2, 32)).float().square().mean()
@@ -73,10 +66,10 @@ def _own_loop(folder: Path) -> dict[str, Any]:
     whole = attention.wo.weight
     with get_spmd_context(parallel_dims=parallel_dims)():
         attention.wo.weight = nn.Parameter(torch.ones(4, 4))
-        found["replaced"] = error_of(forward)
+        found["replaced"] = refusal_of(forward)
         attention.wo.weight = whole
         attention.late = nn.Linear(4, 4)
-        found["late"] = error_of(forward)
+        found["late"] = refusal_of(forward)
         del attention.late
         optimizer = torch.optim.AdamW(
             [p for name, p in model.named_parameters() if not name.startswith(ignored)], lr=1e-2

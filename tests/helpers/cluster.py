@@ -44,6 +44,15 @@ class RankError(AssertionError):
     """A rank failed, or did not end in time."""
 
 
+def refusal_of(call: Callable[..., Any], *args: Any, **named: Any) -> str:
+    """What the call says as it raises ValueError; "" if it does not. For a rank to report."""
+    try:
+        call(*args, **named)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def run_ranks(
     function: Callable[..., Any],
     world_size: int,
