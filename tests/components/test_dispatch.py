@@ -30,17 +30,14 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.passes import parallelize
 
 
-def _dispatcher_types(spec) -> list[type]:
-    return [type(config) for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config)]
-
-
 def test_swaps_the_stock_dispatcher_of_every_moe_layer_once():
     spec = titan_config("deepseek_v3_mtp").model_spec
     for _ in range(2):  # the second time changes nothing
         use_our_dispatchers(spec)
-    types = _dispatcher_types(spec)
-    assert types == [FunctionalAllToAllTokenDispatcher.Config] * 6  # 5 MoE layers, one MTP layer
-    for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config):
+    found = [config for _, config, _, _ in spec.traverse(LocalTokenDispatcher.Config)]
+    assert len(found) == 6  # 5 MoE layers, one MTP layer
+    for config in found:
+        assert type(config) is FunctionalAllToAllTokenDispatcher.Config
         dispatcher = cast(AllToAllTokenDispatcher.Config, config)
         assert (dispatcher.num_experts, dispatcher.top_k) == (8, 3)
         assert isinstance(dispatcher.build(), FunctionalAllToAllTokenDispatcher)

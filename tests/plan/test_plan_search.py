@@ -388,7 +388,7 @@ def _search(
         every = [replace(one, nbytes=one.nbytes * local // 4) for one in _SOLVED]
 
         def solve(budget: int) -> Checkpointing:
-            return max((x for x in every if x.nbytes <= budget), key=_nbytes, default=every[0])
+            return next((x for x in reversed(every) if x.nbytes <= budget), every[0])
 
         def step(solved: Checkpointing) -> Plan:
             (here,) = (x for x in _SOLVED if x.table == solved.table)
@@ -401,10 +401,6 @@ def _search(
     if runs:
         search.run()
     return search
-
-
-def _nbytes(solved: Checkpointing) -> int:
-    return solved.nbytes
 
 
 def _best_of_all(values: Mapping[str, Any]) -> float:
