@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.helpers.cluster import wait_until
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.debug.hang_report import report
@@ -51,7 +52,8 @@ def killed_rank(folder: Path) -> str:
     before = latest_checkpoint_step(folder)
     os.kill(_worker(folder, rank=1), signal.SIGKILL)
     begun = time.monotonic()
-    _wait(lambda: _output(folder).count("Training starts at step") == 4, launcher)
+    again = "Training starts at step"
+    wait_until(lambda: _output(folder).count(again) == 4, "no second start", launcher)
     restart_s = time.monotonic() - begun
     assert launcher.wait(timeout=300) == 0, _output(folder)[-3000:]
     assert f"Training starts at step {before + 1}" in _output(folder)
@@ -92,15 +94,8 @@ def _compare_losses(folder: Path) -> None:
 
 
 def _wait_for_step(folder: Path, step: int, launcher: subprocess.Popen) -> None:
-    _wait(lambda: re.search(rf"step: *{step} ", _output(folder)) is not None, launcher)
-
-
-def _wait(condition, launcher: subprocess.Popen, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert launcher.poll() is None, "torchrun has ended"
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+    reached = re.compile(rf"step: *{step} ")
+    wait_until(lambda: bool(reached.search(_output(folder))), f"no step {step}", launcher)
 
 
 def _output(folder: Path) -> str:

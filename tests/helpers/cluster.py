@@ -44,6 +44,17 @@ class RankError(AssertionError):
     """A rank failed, or did not end in time."""
 
 
+def wait_until(
+    happens: Callable[[], bool], otherwise: str, launcher: subprocess.Popen | None = None
+) -> None:
+    """Fail after ``PATIENCE_S``, or when the launcher has ended, where it does not happen."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happens():
+        assert launcher is None or launcher.poll() is None, "the launcher has ended"
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
 def refusal_of(call: Callable[..., Any], *args: Any, **named: Any) -> str:
     """What the call says as it raises ValueError; "" if it does not. For a rank to report."""
     try:

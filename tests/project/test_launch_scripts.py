@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.faults.torchrun import is_alive
-from tests.helpers.cluster import PATIENCE_S
+from tests.helpers.cluster import PATIENCE_S, wait_until
 from titan_ext.base.run_folder import LOSS, RECORD, read_scalar
 from titan_ext.base.stdlib_corpus import make_corpus
 from titan_ext.verify.ranks import free_port
@@ -125,11 +125,7 @@ def test_slurms_own_sigterm_waits_for_the_agent(job: dict[str, str], tmp_path: P
 def _signal_all_processes(job: dict[str, str], signum: signal.Signals) -> subprocess.Popen:
     """Start slurm.sh, and signal its step when the agent is ready."""
     launcher = subprocess.Popen([LAUNCH / "slurm.sh"], cwd=ROOT, env=job)
-    deadline = time.monotonic() + PATIENCE_S
-    while "ready" not in _calls(job):
-        assert launcher.poll() is None, "slurm.sh has ended"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: "ready" in _calls(job), "the agent is not ready", launcher)
     os.killpg(int(Path(job["CALLS"] + ".group").read_text()), signum)
     return launcher
 
@@ -293,7 +289,7 @@ def test_a_later_signal_or_one_before_training_kills(is_training: bool, tmp_path
     saves = "SIGTERM\n" if is_training else ""
     assert output == f"{saves}stopped at once; what was not saved is lost\n"
     assert launcher.returncode == 130
-    _wait_until_dead(torchrun)
+    wait_until(lambda: not is_alive(torchrun), "torchrun outlived its launcher")
 
 
 def test_what_a_shell_ignores_does_not_stop_a_run(tmp_path: Path):
@@ -310,14 +306,7 @@ def test_a_launcher_that_is_killed_takes_torchrun_along(tmp_path: Path):
     """As by ``timeout -k``. The workers end with torchrun (run/stop.py)."""
     with _training(tmp_path, "listen") as (launcher, torchrun):
         launcher.kill()
-        _wait_until_dead(torchrun)
-
-
-def _wait_until_dead(torchrun: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while is_alive(torchrun):
-        assert time.monotonic() < deadline, "torchrun outlived its launcher"
-        time.sleep(0.01)
+        wait_until(lambda: not is_alive(torchrun), "torchrun outlived its launcher")
 
 
 def test_a_mistake_is_told_before_torchrun_starts(tmp_path: Path):

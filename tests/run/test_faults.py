@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from tests.faults.torchrun import is_alive
 from tests.helpers import planted
 from tests.helpers.checkpointing import corrupt_items, run_leg, slow_writes
-from tests.helpers.cluster import PATIENCE_S, RankError, kill_ranks, start_ranks
+from tests.helpers.cluster import RankError, kill_ranks, start_ranks, wait_until
 from tests.helpers.training import Run, titan_config
 from titan_ext.base.agreement import LastStep
 from titan_ext.base.run_folder import LOSS, latest_checkpoint_step, read_scalar
@@ -199,16 +199,12 @@ def _launch_a_worker(folder: Path) -> None:
 def test_a_worker_ends_with_its_launcher(tmp_path: Path):
     """The launcher gets SIGKILL."""
     ranks = start_ranks(_launch_a_worker, 1, tmp_path, log_folder=tmp_path / "logs")
-    deadline = time.monotonic() + PATIENCE_S
-    while {path.name for path in tmp_path.iterdir()} != {"worker", "ready", "logs"}:
-        assert time.monotonic() < deadline, "no worker"
-        time.sleep(0.01)
+    files = {"worker", "ready", "logs"}
+    wait_until(lambda: {path.name for path in tmp_path.iterdir()} == files, "no worker")
     pid = int((tmp_path / "worker").read_text())
     assert is_alive(pid)
     kill_ranks(ranks)
-    while is_alive(pid):
-        assert time.monotonic() < deadline, "the worker outlived its launcher"
-        time.sleep(0.01)
+    wait_until(lambda: not is_alive(pid), "the worker outlived its launcher")
 
 
 class _Clock:
@@ -341,12 +337,9 @@ def _wait_in_c() -> None:
 def test_a_signal_is_answered_while_the_step_waits(tmp_path: Path):
     """The main thread is in one long call into C, so no Python handler can run."""
     ranks = start_ranks(_wait_in_c, 1, log_folder=tmp_path)
-    deadline = time.monotonic() + PATIENCE_S
     log = tmp_path / "rank_0.log"
     try:
-        while not log.exists() or "ends the run" not in log.read_text():
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.05)
+        wait_until(lambda: log.exists() and "ends the run" in log.read_text(), f"not in {log}")
     finally:
         kill_ranks(ranks)
     assert (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.cluster import PATIENCE_S, kill_ranks, start_ranks
+from tests.helpers.cluster import kill_ranks, start_ranks, wait_until
 from titan_ext.run import start
 from titan_ext.run.start import LOCK, Folder, lock_folder
 
@@ -30,10 +30,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path):
     ranks = start_ranks(_hold, 1, run, log_folder=tmp_path / "logs")
     pid = ranks[0][0].pid
     config = SimpleNamespace(dump_folder=str(run))
-    deadline = time.monotonic() + PATIENCE_S
-    while not (run / "ready").exists():
-        assert time.monotonic() < deadline, "the folder is not locked"
-        time.sleep(0.01)
+    wait_until((run / "ready").exists, "the folder is not locked")
     try:
         with pytest.raises(ValueError, match=rf"another run trains \(host .*, process {pid}, "):
             Folder().before_start(config)
