@@ -99,6 +99,8 @@ degrees_mixed_up = _scaled(
     _is_expert, lambda trainer: trainer.job.layout.ep**2 / trainer.job.layout.shards
 )
 not_synchronized = _scaled("lm_head.weight".__eq__, lambda _: 1 + dist.get_rank())
+last_block = _scaled(lambda name: name.startswith("layers.4."), lambda _: 0.5)
+third_step = _scaled(bool, lambda trainer: 1.01 if trainer.step >= 3 else 1.0)
 
 
 def idle_expert() -> Any:
@@ -266,6 +268,45 @@ def _returns(kind: Any, change: Callable[[Any], Any]) -> Iterator[None]:
 
     with patch(kind, "forward", forward):
         yield
+
+
+def _microbatches(change: Callable[..., None]) -> Any:
+    """``change`` inputs and labels of each microbatch, in place."""
+
+    def once(trainer: Any, method: Any, *, input_dict: Any, labels: Any, **arguments: Any) -> Any:
+        inputs = {name: tensor.clone() for name, tensor in input_dict.items()}
+        change(trainer, inputs, labels := labels.clone(), **arguments)
+        return method(input_dict=inputs, labels=labels, **arguments)
+
+    return _trainers(forward_backward_step=once)
+
+
+def far_words() -> Any:
+    """Words that a byte cannot count are other ones."""
+    return _microbatches(lambda trainer, inputs, *_, **__: inputs["input"].remainder_(256))
+
+
+def far_positions() -> Any:
+    """A table of rotations ends after 64 tokens."""
+    return _microbatches(lambda trainer, inputs, *_, **__: inputs["positions"].clamp_(max=63))
+
+
+def fourth_sequence() -> Any:
+    """A microbatch is cut after three."""
+    return _microbatches(lambda trainer, inputs, labels, **_: labels[3:].fill_(-100))
+
+
+def rank_without_tokens() -> Any:
+    """A rank whose tokens do not count trains on them; others have some that do."""
+
+    def trained(trainer: Any, inputs: Any, labels: torch.Tensor, **_: Any) -> None:
+        counts = labels.new_tensor([int((labels != -100).sum())])
+        others = counts.clone()
+        dist.all_reduce(others)
+        if others and not counts:
+            labels.clamp_(min=0)
+
+    return _microbatches(trained)
 
 
 def idle_rank() -> Any:
@@ -651,6 +692,12 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a step too many": (a_step_too_many, "optimizer", "is 0.73"),
     "a router detached in the model": (detached_router, "grads", "router.gate.weight (without"),
     "bf16 before a reduction": (bfloat16_before_reduction, "grads", ""),
+    "words over 256": (far_words, "grads", ""),
+    "positions over 64": (far_positions, "grads", "attention"),
+    "a fourth sequence": (fourth_sequence, "grads", ""),
+    "a rank without tokens": (rank_without_tokens, "grads", ""),
+    "a fifth block": (last_block, "grads", "layers.4."),
+    "a third step": (third_step, "grads", "1.0100 of the right one"),
     "an idle rank": (idle_rank, "grads", "inner_experts"),
     "clipped below the norm": (always_clipped, "grads", "2.0000 of the right one"),
     "masks across documents": (across_documents, "grads", ""),
@@ -700,7 +747,7 @@ OF_COMPILED: dict[str, tuple[Callable[[], Any], str, str]] = {
 IN_THE_MODEL = ("a router detached in the model", "masks across documents")
 IN_THE_MODEL += ("a gate in bf16", "a sum in bf16")
 """Faults of the model itself: the reference has them, too."""
-IN_THE_LAST_STEP = ("an idle rank",)
+IN_THE_LAST_STEP = ("a rank without tokens", "a third step", "an idle rank")
 IN_KEYS = (
     "bf16 over TP",
     "bf16 before a reduction",
