@@ -270,6 +270,7 @@ def _run_command(
 @contextlib.contextmanager
 def _without_ranks() -> Any:
     """Comparisons that are right at once."""
+
     def compiles(legs: Legs) -> bool:
         return legs.job.config.compile.enable
 
