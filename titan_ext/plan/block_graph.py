@@ -203,8 +203,8 @@ def trace(
             out = tracer.run(forward, args, kwargs)
         finally:
             tracer.locator.remove()
-        sizes = _Sizes(store, rates, lambda module: is_exempt(exempt, name, module))
-        graphs.append(tracer.graph(out, rates, sizes))
+        exempts = functools.partial(is_exempt, exempt, name)
+        graphs.append(tracer.graph(out, rates, functools.partial(_node_of, store, rates, exempts)))
         return out
 
     with mock.patch.object(block, "forward", traced):
@@ -257,12 +257,12 @@ class _Tracer(TorchDispatchMode):
         self._entries.append([Discarded(x, location, left) for x in floats])
         return out
 
-    def graph(self, out: Any, rates: Machine, sizes: "_Sizes") -> BlockGraph:
+    def graph(self, out: Any, rates: Machine, node_of: Callable[..., Node]) -> BlockGraph:
         """The graph that has been recorded; ``out`` is the block's output."""
         first = min((e.node for entries in self._entries for e in entries), default=0)
         autograd = AutogradNodes(first, out, self._nodes_of_ops)
         makers = {storage: {0} for storage in storage_ids(self._inputs)}
-        nodes = [sizes.node(self._inputs, OpLocation("", INPUT))]
+        nodes = [node_of(self._inputs, OpLocation("", INPUT))]
         nodes[0] = replace(nodes[0], policies=nodes[0].policies & {SAVE, FLOAT8})
         calls = []
         kept: dict[int, int] = {}
@@ -285,7 +285,7 @@ class _Tracer(TorchDispatchMode):
                 continue
             index, touched = len(nodes), set(storage_ids((made, writes)))
             cost = op_cost(call.func, call.args, call.kwargs, call.out, rates)
-            node = sizes.node(call.out, call.location, cost.ms)
+            node = node_of(call.out, call.location, cost.ms)
             policies = self._policies(call, node.policies)
             if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
                 policies -= {DISCARD}
@@ -339,29 +339,28 @@ class _Tracer(TorchDispatchMode):
         return policies
 
 
-class _Sizes:
-    """Bytes of what an operation makes, saved and in float8."""
-
-    def __init__(self, store: Any, rates: Machine, is_exempt: Callable[[str], bool]) -> None:
-        self._store, self._rates, self._is_exempt = store, rates, is_exempt
-
-    def node(self, out: Any, location: OpLocation, ms: float = 0.0) -> Node:
-        nbytes = float8_nbytes = moved = 0
-        for x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.values():
-            whole, small = x.untyped_storage().nbytes(), self._store.float8_nbytes(x)
-            nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
-            moved += 2 * (x.numel() * x.element_size() + small) if small else 0
-        policies = set(CHOICES)
-        rates = self._rates
-        # One kernel each way at the rate of memory; not fitted. On an H100 they had 0.56 to 0.94
-        # of a copy's (docs/float8.md). A machine's file may have a measured factor.
-        codec_ms = max(moved / rates.memory, 2 * rates.launch) * 1e3
-        if not moved or self._is_exempt(location.module):
-            policies.discard(FLOAT8)
-        return Node(
-            ms=ms,
-            nbytes=nbytes,
-            float8_nbytes=float8_nbytes,
-            codec_ms=codec_ms * rates.slower.get("codec", 1.0),
-            policies=frozenset(policies),
-        )
+def _node_of(
+    store: Any,
+    rates: Machine,
+    exempts: Callable[[str], bool],
+    out: Any,
+    location: OpLocation,
+    ms: float = 0.0,
+) -> Node:
+    """What an operation makes, by its bytes, saved and in float8."""
+    nbytes = float8_nbytes = moved = 0
+    for x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.values():
+        whole, small = x.untyped_storage().nbytes(), store.float8_nbytes(x)
+        nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
+        moved += 2 * (x.numel() * x.element_size() + small) if small else 0
+    is_exact = not moved or exempts(location.module)
+    # One kernel each way at the rate of memory; not fitted. On an H100 they had 0.56 to 0.94
+    # of a copy's (docs/float8.md). A machine's file may have a measured factor.
+    codec_ms = max(moved / rates.memory, 2 * rates.launch) * 1e3
+    return Node(
+        ms=ms,
+        nbytes=nbytes,
+        float8_nbytes=float8_nbytes,
+        codec_ms=codec_ms * rates.slower.get("codec", 1.0),
+        policies=frozenset(CHOICES) - ({FLOAT8} if is_exact else set()),
+    )

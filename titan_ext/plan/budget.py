@@ -162,11 +162,6 @@ class TracedBlocks:
         """Bytes that the blocks hold without checkpointing."""
         return sum(kind.count * kind.graph.none_nbytes for kind in self.kinds)
 
-    @property
-    def most_of_a_block(self) -> int:
-        """Bytes that the largest block holds without checkpointing."""
-        return max(kind.graph.none_nbytes for kind in self.kinds)
-
     def price(self, preset: Any) -> Solution:
         """Bytes that a preset holds, and what it recomputes."""
         plans = self._plans(FP8AC.Config(preset=preset))

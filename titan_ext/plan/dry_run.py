@@ -11,10 +11,10 @@ degrees.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ _AT_ONCE = 128
 A foreach optimizer gets all, since it makes temporaries for all."""
 _OF_A_GPU = "triton", "rht_sign_vector is not materialized"
 """Text in errors of torchao's kernels, and of TorchTitan's NVFP4, whose buffer is theirs."""
-_WITHOUT_FILES = {"enable_tensorboard": False, "enable_wandb": False}
 
 
 class DryRun(Trainer):
@@ -100,15 +99,15 @@ class DryRun(Trainer):
         is_pipelined = config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn
         name = "pipelining_fn" if is_pipelined else "parallelize_fn"  # one calls the other
         functions: dict[str, Any] = {name: self._then_fake(getattr(spec, name))}
-        return dataclasses.replace(
+        return replace(
             config,
-            model_spec=dataclasses.replace(spec, **functions),
+            model_spec=replace(spec, **functions),
             dataloader=NoDataLoader.Config(),
             tokenizer=NoTokenizer.Config(),
-            checkpoint=dataclasses.replace(config.checkpoint, enable=False),
-            metrics=dataclasses.replace(config.metrics, **_WITHOUT_FILES),
-            validator=dataclasses.replace(config.validator, enable=False),
-            debug=dataclasses.replace(config.debug, print_config=False, save_config_file=None),
+            checkpoint=replace(config.checkpoint, enable=False),
+            metrics=replace(config.metrics, enable_tensorboard=False, enable_wandb=False),
+            validator=replace(config.validator, enable=False),
+            debug=replace(config.debug, print_config=False, save_config_file=None),
         )
 
     def _then_fake(self, parallelize: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +132,7 @@ class DryRun(Trainer):
         # spmd_types in a recompute (torchtitan/distributed/utils.py).
         torch.autograd.set_multithreading_enabled(False)
         dims = ParallelDims.from_config(self.config.parallelism, self.ranks)
-        names = (field.name for field in dataclasses.fields(dims))
+        names = (field.name for field in fields(dims))
         return _layout(self.rank, **{x: getattr(dims, x) for x in names if not x.startswith("_")})
 
     def _tell_stages_their_shapes(self) -> None:
@@ -237,16 +236,12 @@ class DryRun(Trainer):
                 live,
                 memory,
                 ranks_per_node(),
-                job=self._class,
+                job=JobClass.of(self.how.compiled, self.parallel_dims.ep),
                 unplanned=self.dispatchers,
                 symmetric=buffer.symmetric,
             )
         if clock is not None:
             self.time = self._step_time(clock, machine)
-
-    @property
-    def _class(self) -> JobClass:
-        return JobClass.of(self.how.compiled, self.parallel_dims.ep)
 
     def _start_as_second_step(self) -> None:
         """Make the optimizer's states, and leave FSDP as the chunked loss of a step leaves it."""
@@ -480,15 +475,15 @@ def _how(config: Trainer.Config) -> How:
 def _others(config: Trainer.Config) -> Iterator[How]:
     """Other ways to run a job that it may have, by the checks of its config."""
     sections: dict[str, Any] = {
-        "compile": dataclasses.replace(config.compile, enable=True, components=[*COMPONENTS]),
-        "training": dataclasses.replace(config.training, disable_cuda_graphs=False),
+        "compile": replace(config.compile, enable=True, components=[*COMPONENTS]),
+        "training": replace(config.training, disable_cuda_graphs=False),
     }
     for names in (("compile",), ("training",), ("compile", "training")):
         with (
             contextlib.suppress(ValueError),
             no_accelerator.as_with_an_accelerator(),
         ):
-            yield _how(dataclasses.replace(config, **{name: sections[name] for name in names}))
+            yield _how(replace(config, **{name: sections[name] for name in names}))
 
 
 def plan_activations(
@@ -521,7 +516,8 @@ def plan_activations(
     traced = TracedBlocks(run, asked, machine, asked.offload_limit if has_budget(config) else "")
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
-        budget = run.memory.left_for_blocks(traced.none_nbytes, traced.most_of_a_block)
+        largest = max(kind.graph.none_nbytes for kind in traced.kinds)
+        budget = run.memory.left_for_blocks(traced.none_nbytes, largest)
     solution = None if traced.none_nbytes <= budget else traced.solve(budget)
     return BudgetPlan(budget, traced, solution)
 

@@ -191,15 +191,6 @@ class MemoryPlan:
         compiled = self.job in (JobClass.LOSS, JobClass.BLOCKS)
         fused = ", without what is fused" if compiled else ""
         yield f"{_gib(self.peak.nbytes):>8}  sum: allocated{fused}"
-        yield from self._reserved()
-        if self.host_peak:
-            ranks = self.ranks_per_node
-            yield (
-                f"{_gib(self.host_peak):>8}  host: {MemoryKind.OFFLOADED} of this rank at most; "
-                f"{_gib(self.host_peak * ranks)} a node of {ranks} such ranks"
-            )
-
-    def _reserved(self) -> Iterator[str]:
         others = sum(n for stream, n in self.reserved.items() if stream)
         off_by = f"+-{BANDS[self.job]:.0%}"
         yield (
@@ -211,6 +202,12 @@ class MemoryPlan:
             f"{_gib(COMMUNICATOR)} for each of {self.communicators} communicators"
             + (f"; {_gib(self.symmetric)} buffers of symmetric memory" if self.symmetric else "")
         )
+        if self.host_peak:
+            ranks = self.ranks_per_node
+            yield (
+                f"{_gib(self.host_peak):>8}  host: {MemoryKind.OFFLOADED} of this rank at most; "
+                f"{_gib(self.host_peak * ranks)} a node of {ranks} such ranks"
+            )
 
 
 def _moving(phase: Peak) -> int:

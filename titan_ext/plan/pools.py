@@ -208,20 +208,16 @@ class Fusion:
             yield from enumerate(events)
             return
         end = {event.storage: at for at, event in enumerate(events) if not event.nbytes}
-        gone, early = set(), {}
+        early: dict[int, list[int]] = {}
         for storage, made in self._made.items():
-            if component_of(made.region) not in compiled:
-                continue
-            if (last := self._last_use(storage, made, end)) is None:
-                continue
-            if last < 0:
-                gone.add(storage)
-            else:
+            is_compiled = component_of(made.region) in compiled
+            if is_compiled and (last := self._last_use(storage, made, end)) is not None:
                 early.setdefault(last, []).append(storage)
-        freed = {storage for some in early.values() for storage in some}
+        gone = set(early.pop(-1, ()))
+        freed = gone.union(*early.values())
         for at, event in enumerate(events):
             yield from ((at, Event(storage, 0, 0)) for storage in early.get(at, ()))
-            if event.storage not in gone and (event.nbytes or event.storage not in freed):
+            if event.storage not in (gone if event.nbytes else freed):
                 yield at, event
 
     def _last_use(self, storage: int, made: _Made, end: dict[int, int]) -> int | None:

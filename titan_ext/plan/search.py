@@ -23,7 +23,7 @@ benchmarks/tune_check.py holds the search against all configs of a small grid.
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -563,19 +563,18 @@ class Search:
         return [one for one, key in zip(every, keys, strict=True) if key not in tried]
 
     def _changed(self, move: Move, base: Tried) -> list[Choices]:
-        return [self._with(base, move, change) for change in self._changes(move, base)]
-
-    def _changes(self, move: Move, base: Tried) -> Iterator[Keys]:
-        """Changes of a move, if it acts on categories that take a while."""
+        """``base`` with each change of a move, if it acts on categories that take a while."""
         (memory, time), solved = base.planned[:2], base.checkpointing
         nbytes = sum(memory.peak.by_kind.get(kind, 0) for kind in move.frees)
         acts_on = sum(time.expected.get(category, 0.0) for category in move.shortens)
         acts_on += nbytes * (solved.ms_of_a_byte * time.slowdown if solved else 0.0)
-        if not base.fits or acts_on >= _WORTH * time.expected_ms:
-            now = {**self.job.values, **base.keys}
-            for change in move.changes(now, self.job.facts):
-                if not self.job.exact or effect_of(change, now) is Effect.NONE:
-                    yield change
+        if base.fits and acts_on < _WORTH * time.expected_ms:
+            return []
+        now = {**self.job.values, **base.keys}
+        changes = move.changes(now, self.job.facts)
+        if self.job.exact:
+            changes = (change for change in changes if effect_of(change, now) is Effect.NONE)
+        return [self._with(base, move, change) for change in changes]
 
     def _with(self, base: Tried, move: Move, change: Keys) -> Choices:
         """The choices of ``base`` and a change, without those that mean nothing beside it."""

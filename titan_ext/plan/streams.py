@@ -155,10 +155,9 @@ class Streams:
             if not ends:
                 break
             # Every queue waits for a message: nothing can begin before the first of them ends.
-            (_, work), link = min(ends, key=lambda end: end[0][0])
-            found = link.first_end(commit=True)
-            assert found is not None
-            work.end, _ = found
+            (end, work), link = min(ends, key=lambda end: end[0][0])
+            link.first_end(commit=True)
+            work.end = end
             queue = self._on_link.pop(id(work))
             self._free[queue] = work.end
             self._done[queue] += 1

@@ -209,13 +209,11 @@ class StepClock:
         that they read and that they write."""
 
     def __enter__(self) -> "StepClock":
-        def enter(module: nn.Module, *_: Any) -> None:
-            self._depth += 1
+        def passes(deeper: int, module: nn.Module, *_: Any) -> None:
+            self._depth += deeper
             self._hook(isinstance(module, FSDPModule))
 
-        def leave(module: nn.Module, *_: Any) -> None:
-            self._depth -= 1
-            self._hook(isinstance(module, FSDPModule))
+        enter, leave = (functools.partial(passes, deeper) for deeper in (1, -1))
 
         for module in (module for part in self._parts for module in part.modules()):
             self._handles += [
