@@ -81,9 +81,8 @@ def build_decoder(
         The model, in training mode, and the device meshes that it lies on. A second model of the
         same degrees (a teacher, a reference) gets the same meshes.
 
-    Raises:
-        ValueError: for a model or a parallelism that titan_ext does not serve, or for other
-            degrees than those of this process' first model under ``spmd_types``.
+    Raises ValueError for a model or a parallelism that titan_ext does not serve, or for other
+    degrees than those of this process' first model under ``spmd_types``.
     """
     if parallelism.pipeline_parallel_degree > 1:
         raise ValueError(

@@ -181,8 +181,7 @@ _NEEDED = [name for name, usual in _USUAL.items() if usual is MISSING]
 def machine_of(name: str) -> Machine:
     """The machine of that name, or of the TOML file of that name.
 
-    Raises:
-        ValueError: if nobody knows it, and for all that is wrong in a file.
+    Raises ValueError if nobody knows it, and for all that is wrong in a file.
     """
     if name in MACHINES:
         return replace(MACHINES[name], name=name)

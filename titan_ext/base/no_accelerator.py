@@ -173,11 +173,9 @@ _adapts: ContextVar[bool] = ContextVar("adapts", default=True)
 def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> Iterator[None]:
     """Configs that are made in this context stay as on a machine that has one.
 
-    So they are checked as there. Call ``adapt_config`` before one is used here.
-
-    Args:
-        capability: Of that accelerator, as ``machines.Machine`` has it. Titan's converters ask for
-            theirs; without it they find what they want.
+    So they are checked as there. Call ``adapt_config`` before one is used here. ``capability`` is
+    of that accelerator, as ``machines.Machine`` has it. Titan's converters ask for theirs; without
+    it they find what they want.
     """
     kind, *version = capability or ("", 0, 0)
 
@@ -256,11 +254,9 @@ def keep_masks(spec: ModelSpec, *, documents: bool = False) -> None:
     """Let attention in plain operations with the model's own masks stand in a spec, in place.
 
     ``adapt_spec`` then leaves it, so that documents and context parallelism stay. Its masks are
-    made by compiled functions of torch and Titan: ``eager_masks`` makes them eager.
-
-    Args:
-        documents: ``CausalAttention`` instead, which gets the number of each token's document in
-            place of masks.
+    made by compiled functions of torch and Titan: ``eager_masks`` makes them eager. With
+    ``documents`` it is ``CausalAttention``, which gets the number of each token's document in place
+    of masks.
     """
     if not adapts():
         return
@@ -300,16 +296,11 @@ class _InPlainOps:
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend. Key and value heads are repeated where there are fewer of them than queries'.
+        """Attend: ``(B, L, N, H)`` in the dtype of ``v``.
 
-        Args:
-            attention_masks: As the class takes them.
-            scale: Factor of the scores; 1 / sqrt(H) if None.
-            out_transform: Called with the output ``(B, L, N, H)`` and the log-sum-exp of the
-                scores ``(B, L, N)`` in fp32.
-
-        Returns:
-            ``(B, L, N, H)`` in the dtype of ``v``.
+        Key and value heads are repeated where there are fewer of them than queries'. ``scale`` is
+        the factor of the scores; 1 / sqrt(H) if None. ``out_transform`` is called with the output
+        and the log-sum-exp of the scores ``(B, L, N)`` in fp32.
         """
         assert kwargs.get("score_mod") is None
         hidden = self._hides(q_BLNH, k_BLNH, attention_masks)

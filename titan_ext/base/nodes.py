@@ -52,15 +52,12 @@ def nvlink_domain() -> int:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The place of a job's ranks on machines; equal on every rank.
-
-    Attributes:
-        ranks: Ranks of the smallest node.
-        nvlink_domain: Neighbouring ranks that NVLink joins.
-    """
+    """The place of a job's ranks on machines; equal on every rank."""
 
     ranks: int
+    """Ranks of the smallest node."""
     nvlink_domain: int
+    """Neighbouring ranks that NVLink joins."""
 
     @classmethod
     def agreed(cls) -> "Nodes":

@@ -109,10 +109,8 @@ def hf_weights(model: nn.Module, adapter: Any) -> tuple[dict[str, torch.Tensor],
 def stored_weights(folder: Path, reader: HuggingFaceStorageReader | None = None) -> dict[str, Any]:
     """Size and dtype of all tensors in a folder of safetensors, as torch's reader finds them.
 
-    It opens every ``*.safetensors`` there, and reads headers only.
-
-    Raises:
-        ValueError: naming the files that cannot be opened, or tensors that several files have.
+    It opens every ``*.safetensors`` there, and reads headers only. Raises ValueError, naming the
+    files that cannot be opened, or tensors that several files have.
     """
     try:
         reader = reader or HuggingFaceStorageReader(str(folder))

@@ -54,11 +54,8 @@ def wrong_targets(model: BaseModel.Config, converter: Any) -> Iterator[str]:
     """A message if a linear that ``converter`` adapts is not in ``model``.
 
     Titan warns of a target that matches nothing and trains the others; without any the optimizer
-    gets an empty list of parameters.
-
-    Args:
-        model: The model's config, after the converter.
-        converter: A converter's config; one of another kind than ``LoRAConverter`` is passed over.
+    gets an empty list of parameters. Both are configs, the model's after the converter; a converter
+    of another kind than ``LoRAConverter`` is passed over.
     """
     targets = getattr(converter, "target_modules", None)
     if not isinstance(converter, LoRAConverter.Config) or targets is None:
@@ -78,10 +75,8 @@ def wrong_adapters(model: BaseModel.Config, config: Any) -> Iterator[str]:
 
     Its adapters copy how tensor parallelism splits their linear, whatever its degree. A linear that
     is not split ends in a bare AssertionError (torchtitan/components/lora.py) during start-up.
-
-    Args:
-        model: The model's config, after ``LoRAConverter``; it is left as it is.
-        config: The trainer's, from which the model takes how it is split.
+    ``model`` is a config, after ``LoRAConverter``; it stays as it is. From the trainer's ``config``
+    it takes how it is split.
     """
     if not _adapted(model):
         return
@@ -113,9 +108,8 @@ def export_adapters(config: Any, output: Path | None = None, base_model: str = "
         base_model: What becomes ``base_model_name_or_path``; by default the path of the
             safetensors that the run was started from.
 
-    Raises:
-        ValueError: if there is no such checkpoint, or its adapters are not those of ``config``.
-            Also if TorchTitan has no Hugging Face name for a linear with an adapter.
+    Raises ValueError if there is no such checkpoint, or its adapters are not those of ``config``.
+    Also if TorchTitan has no Hugging Face name for a linear with an adapter.
     """
     spec = config.model_spec
     assert spec is not None

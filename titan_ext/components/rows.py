@@ -289,12 +289,8 @@ def hops_across_nodes(parallel_dims: ParallelDims, nodes: int) -> tuple[DeviceMe
     """
     made = vars(parallel_dims).setdefault("_hops_across_nodes", {})
     if nodes not in made:
-        ep = parallel_dims.ep
-        sizes = (
-            dist.get_world_size() // ep,
-            nodes,
-            ep // nodes,
-        )  # those that exchange are neighbours
+        ep = parallel_dims.ep  # those that exchange are neighbours
+        sizes = dist.get_world_size() // ep, nodes, ep // nodes
         names = ("exchanging", "across_nodes", "within_node")
         device_type = mesh_with_axes(parallel_dims, ["ep"]).device_type
         world = init_device_mesh(device_type, sizes, mesh_dim_names=names)

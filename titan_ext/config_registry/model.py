@@ -70,12 +70,10 @@ class Base(NamedTuple):
 def load_base(name: str, at: KeyLocation) -> Base:
     """Call the config function ``name`` and extend its config.
 
-    Args:
-        name: ``MODULE.FUNCTION``; MODULE is a name that Titan's ``--module`` takes.
-        at: ``extends`` of the file that names it.
+    ``name`` is ``MODULE.FUNCTION``; MODULE is a name that Titan's ``--module`` takes. ``at`` is
+    ``extends`` of the file that names it.
 
-    Raises:
-        TomlConfigError: if there is none, a package is missing, or titan_ext cannot serve it.
+    Raises TomlConfigError if there is none, a package is missing, or titan_ext cannot serve it.
     """
     function = _find_function(name, at)
     calls: list[RegistryCall] = []

@@ -134,9 +134,8 @@ class Quantized(NamedTuple):
 def quantize(x: torch.Tensor, codec: Codec) -> Quantized:
     """Store ``x`` in float8. Not differentiable.
 
-    Args:
-        x: bfloat16, float16 or float32 (else ValueError), of any shape and strides. Of a DTensor,
-            this rank's shard is stored: blocks end where the shard ends.
+    ``x`` is bfloat16, float16 or float32 (else ValueError), of any shape and strides. Of a DTensor,
+    this rank's shard is stored: blocks end where the shard ends.
     """
     if x.dtype not in SUPPORTED_DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)

@@ -92,8 +92,7 @@ class _Slab:
 class HostMemory:
     """The buffers for one device, and the two directions.
 
-    Attributes:
-        reserved: Bytes that are pinned, in use or not.
+    ``reserved`` are the bytes that are pinned, in use or not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,9 +136,8 @@ def host_memory(device: torch.device) -> HostMemory:
 class _Copy:
     """A storage on the host, and on the device until it has left and from when it comes back.
 
-    Attributes:
-        state: "source": what was stored is on the device. "away": only the copy is there.
-            "coming": the copy back has started. "back": it may be read.
+    Its state is "source" while what was stored is on the device, "away" while only the copy is
+    there, "coming" once the copy back has started, and "back" when it may be read.
     """
 
     def __init__(
@@ -267,9 +265,8 @@ class HostGroup:
 class Offload:
     """Moves what the blocks of one model keep.
 
-    Args:
-        limit: Bytes of host memory that this process may reserve; None for any.
-        limit_name: Of the setting, in messages.
+    ``limit`` are the bytes of host memory that this process may reserve, None for any;
+    ``limit_name`` is the setting's name in messages.
     """
 
     def __init__(self, limit: int | None = None, limit_name: str = "limit") -> None:

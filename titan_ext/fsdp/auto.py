@@ -76,10 +76,9 @@ def choose(
 ) -> Choice:
     """Choose the units of ``model``: those of ``settings``, or by rule where they are "auto".
 
-    Args:
-        model: The decoder or pipeline chunk. Only names of units are looked at, and whether the
-            whole model has experts, so that all stages of a pipeline choose alike.
-        compiles_blocks: Whether blocks are compiled whole, unless the experts are a unit.
+    Of a decoder or pipeline chunk only names of units are looked at, and whether the whole model
+    has experts, so that all stages of a pipeline choose alike. ``compiles_blocks``: blocks are
+    compiled whole, unless the experts are a unit.
     """
     ep, shards = parallel_dims.ep, parallel_dims.dp_shard * parallel_dims.cp * parallel_dims.tp
     if ep == 1 or not has_experts(model.config):

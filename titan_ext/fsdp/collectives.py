@@ -102,12 +102,9 @@ class Float8AllGather(DefaultAllGather):
 
     Every rank sends its shard in one collective: what stays exact, then the codec's data and
     scales. They arrive in the end of the buffer that they are decoded into, so that they need no
-    buffer of their own.
-
-    Args:
-        params: Of each parameter, in the order of the buffer, its elements, and whether they
-            travel in float8. Blocks of a scale begin with a parameter, so that its values do not
-            depend on what is gathered with it.
+    buffer of their own. ``params`` are, of each parameter, in the order of the buffer, its elements
+    and whether they travel in float8. Blocks of a scale begin with a parameter, so that its values
+    do not depend on what is gathered with it.
     """
 
     def __init__(self, params: Sequence[tuple[int, bool]]) -> None:

@@ -39,8 +39,7 @@ class FSDPSettings:
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises.
 
-    Raises:
-        ValueError: naming the key, for a value that it cannot have.
+    Raises ValueError, naming the key, for a value that it cannot have.
     """
 
     wrap: FSDPWrap = "auto"

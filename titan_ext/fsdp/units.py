@@ -155,13 +155,10 @@ def vision_modules(model: nn.Module) -> dict[str, nn.Module]:
 def plan_units(model: Decoder, wrap: Wrap) -> list[Unit]:
     """Split a Titan decoder into FSDP units, in the order in which they first run.
 
-    Args:
-        model: A decoder, or the chunk of one that a pipeline stage holds (embeddings, norm or
-            head may be None). Activation checkpointing may wrap its blocks; FSDP may not yet.
-
-    Returns:
-        The units. Together they hold every parameter of Titan's text decoders, so that the root
-        owns none. What a model keeps elsewhere (a vision tower, parameters of its own) is in none.
+    Or the chunk of one that a pipeline stage holds (embeddings, norm or head may be None).
+    Activation checkpointing may wrap its blocks; FSDP may not yet. Together units hold every
+    parameter of Titan's text decoders, so that the root owns none. What a model keeps elsewhere (a
+    vision tower, parameters of its own) is in none.
     """
     first = _present(model, "", ("tok_embeddings",))
     head = _present(model, "", ("norm", "lm_head"))

@@ -62,10 +62,8 @@ def extend_model_spec(spec: ModelSpec) -> ModelSpec:
     fresh spec, as Titan's ``model_registry`` functions return.
 
     A model with LoRA adapters gets no load balancing. Balancing would keep changing the routers'
-    bias, which belongs to the frozen base, and exported adapters would not fit that base.
-
-    Raises:
-        ValueError: if the model is not a decoder: its blocks, and so its units, are unknown.
+    bias, which belongs to the frozen base, and exported adapters would not fit that base. Raises
+    ValueError if the model is not a decoder: its blocks, and so its units, are unknown.
     """
     if not isinstance(spec.model, Decoder.Config):
         raise ValueError(

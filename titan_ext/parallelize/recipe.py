@@ -66,8 +66,7 @@ def resolve(
         parallelism: Titan's section, whose missing keys read as their defaults, or ours.
         ignored: As ``FSDPSettings`` has it.
 
-    Raises:
-        ValueError: for a setting that does not fit the model, or a name that is not in it.
+    Raises ValueError for a setting that does not fit the model, or a name that is not in it.
     """
     compiled = compiles_model(compile_config)
     settings = FSDPSettings.from_config(parallelism, training, ignored)

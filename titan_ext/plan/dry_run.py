@@ -188,11 +188,8 @@ class DryRun(Trainer):
 
     def run_step(self, at: Callable[[str], None] = lambda phase: None) -> None:
         """One training step; ``at`` is told of what no module shows. Later accumulation steps than
-        the second do as that does.
-
-        Raises:
-            ValueError: if a part of it needs values, which fake tensors do not have, or kernels
-                that torch lacks on a CPU.
+        the second do as that does. Raises ValueError if a part of it needs values, which fake
+        tensors do not have, or kernels that torch lacks on a CPU.
         """
         try:
             for _ in range(min(self.gradient_accumulation_steps, 2)):
@@ -424,8 +421,7 @@ def dry_run(
         step: Whether to run one, where nothing is planned.
         say: Is told what it does next.
 
-    Raises:
-        ValueError: for a config that would not start, or a machine whose accelerator is visible.
+    Raises ValueError for a config that would not start, or a machine whose accelerator is visible.
     """
     if not no_accelerator.needed():
         raise ValueError(

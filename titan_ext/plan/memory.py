@@ -148,14 +148,10 @@ class MemoryPlan:
         """The bytes that blocks may hold, so that every phase of the step surely fits.
 
         This is the plan without checkpointing. A block that runs has its activations as there,
-        beside what it holds. Those that wait hold their share of the budget.
+        beside what it holds. Those that wait hold their share of the budget. ``everything`` are the
+        bytes that all blocks hold here, ``one`` those of the largest block.
 
-        Args:
-            everything: Bytes that all blocks hold here.
-            one: Bytes that the largest block holds.
-
-        Raises:
-            ValueError: if a phase may not fit with nothing held.
+        Raises ValueError if a phase may not fit with nothing held.
         """
         budget = everything
         for phase in self.phases:

@@ -45,9 +45,8 @@ _OF_MEMORY = "allowance", "spare", "communicators", "host_peak", "unsharded"
 def to_json(run: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure of a plan, in bytes, and in ms if the step was timed.
 
-    Args:
-        run: The ``plan.dry_run.DryRun`` that planned its memory.
-        config: Every value that it was asked to run with, by dotted key.
+    ``run`` is the ``plan.dry_run.DryRun`` that planned its memory; ``config`` has every value that
+    it was asked to run with, by dotted key.
     """
     plan: MemoryPlan = run.memory
     return {

@@ -80,15 +80,12 @@ class Solution:
 
 @dataclass(frozen=True)
 class Host:
-    """Memory for what is offloaded.
-
-    Attributes:
-        limit: Its bytes; None for no limit.
-        rate: Of the link to it, bytes/s each way.
-    """
+    """Memory for what is offloaded."""
 
     limit: int | None
+    """Its bytes; None for no limit."""
     rate: float
+    """Of the link to it, bytes/s each way."""
 
 
 def solve(
@@ -107,9 +104,8 @@ def solve(
             table has no rules for tiny kernels.
         host: Where tensors may wait, too.
 
-    Raises:
-        BudgetTooSmallError: if nothing holds so little.
-        ValueError: if the solver stops before it knows.
+    Raises BudgetTooSmallError if nothing holds so little, and ValueError if the solver stops before
+    it knows.
     """
     program = _Program(kinds, max(rule_ms * _US, _A_RULE_US), host)
     limit = budget

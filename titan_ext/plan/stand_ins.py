@@ -140,9 +140,7 @@ def in_full_precision(spec: Any, *, emulates: bool) -> set[str]:
 
     Experts take their padded exchange with them, whose kernels are a GPU's. With ``emulates``
     torchao's float8 linears stay, rounding as they do, with plain GEMMs between the roundings.
-
-    Returns:
-        The qualified names of the classes that became plain.
+    Returns the qualified names of the classes that became plain.
     """
     replaced = set()
 

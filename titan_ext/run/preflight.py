@@ -51,8 +51,7 @@ def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
         machine: Whose links to expect, as ``machine_of`` takes it.
         mib: What two ranks send each other at a time.
 
-    Raises:
-        ValueError: on all ranks, if their versions differ.
+    Raises ValueError on all ranks, if their versions differ.
     """
     device = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)

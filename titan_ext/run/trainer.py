@@ -297,12 +297,9 @@ class Trainer(TitanTrainer):
 def extend_config(config: TitanTrainer.Config) -> Trainer.Config:
     """Turn a Titan trainer config into ours: its values, our keys, our model spec.
 
-    Args:
-        config: A fresh config, as Titan's config registries return; its parts are shared with the
-            result. One that is ours already is returned as it is.
-
-    Raises:
-        ValueError: if it belongs to a trainer of its own, or has no model that we serve.
+    ``config`` is a fresh one, as Titan's config registries return; its parts are shared with the
+    result. One that is ours already is returned as it is. Raises ValueError if it belongs to a
+    trainer of its own, or has no model that we serve.
     """
     if isinstance(config, Trainer.Config):
         return config

@@ -40,17 +40,11 @@ class Weights(RunCheck):
 def check_weights(config: Trainer.Config, *, may_be_elsewhere: bool = False) -> str:
     """Hold the weights that a run will load against its model: names, shapes and dtypes.
 
-    Reads lists and headers, no tensors, and needs no process group. Both formats alike.
+    Reads lists and headers, no tensors, and needs no process group. Both formats alike. Returns how
+    many fit, of which folder; "" if nothing is loaded, or the folder is remote. A folder that is
+    not here is an error, unless it ``may_be_elsewhere``.
 
-    Args:
-        config: The trainer's.
-        may_be_elsewhere: Say that the folder is not here; otherwise that is an error.
-
-    Returns:
-        How many fit, of which folder; "" if nothing is loaded, or the folder is remote.
-
-    Raises:
-        ValueError: naming the folder, what differs, and what to set.
+    Raises ValueError, naming the folder, what differs, and what to set.
     """
     spec = config.model_spec
     if spec is None or not is_inspected(config):

@@ -228,10 +228,8 @@ def find(name: str, folder: Path = Path()) -> Path | str:
     """The TOML file that ``name`` means, or its config function as "MODULE.FUNCTION".
 
     A name that ends in ``.toml`` is a file, relative to ``folder``; one that is not there may be
-    shipped. A bare name is a function of Titan's.
-
-    Raises:
-        ValueError: if it is none of these; the message begins with the name.
+    shipped. A bare name is a function of Titan's. Raises ValueError if it is none of these; the
+    message begins with the name.
     """
     path = folder / Path(name).expanduser()
     shipped = {file.name: file for file in shipped_configs().values()}
@@ -260,9 +258,8 @@ def find(name: str, folder: Path = Path()) -> Path | str:
 def read_chain(name: str | Path) -> Chain:
     """Read the TOML files that ``name`` and what it extends stand for.
 
-    Raises:
-        ValueError: for a name that is nothing; of kind TomlConfigError for a file that is no TOML,
-            and for an ``extends`` that is missing, wrong or circular.
+    Raises ValueError for a name that is nothing; of kind TomlConfigError for a file that is no
+    TOML, and for an ``extends`` that is missing, wrong or circular.
     """
     files: list[TomlFile] = []
     seen: list[Path] = []
@@ -284,8 +281,7 @@ def read_chain(name: str | Path) -> Chain:
 def ranks_of(name: str, ranks: int = 0) -> int:
     """``ranks`` of a command, or those that its config is for.
 
-    Raises:
-        ValueError: if neither is given.
+    Raises ValueError if neither is given.
     """
     if not (found := ranks or read_chain(name).world_size):
         raise ValueError(
