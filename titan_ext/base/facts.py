@@ -23,22 +23,19 @@ ROUNDING, LOSSY = Effect.ROUNDING, Effect.LOSSY
 
 @dataclass(frozen=True, eq=False)
 class KeyFacts:
-    """Facts of a key.
-
-    Attributes:
-        effect: Effect on results. It says by which comparison verify proves the key, too.
-        off: The value without the key's feature; none for a key that is a part of a policy.
-        same: Other values with which no result changes; the first takes the feature's effect away.
-        narrow: Whether it has fewer bits by itself, and not by the codec. So it is off where verify
-            compares exactly.
-        eager_only: Why it does not go with torch.compile; "" if it does.
-    """
+    """Facts of a key."""
 
     effect: Effect = Effect.NONE
+    """Effect on results. It says by which comparison verify proves the key, too."""
     off: Any = ...
+    """The value without the key's feature; none for a key that is a part of a policy."""
     same: tuple[Any, ...] = ()
+    """Other values with which no result changes; the first takes the feature's effect away."""
     narrow: bool = False
+    """Whether it has fewer bits by itself, and not by the codec. So it is off where verify compares
+    exactly."""
     eager_only: str = ""
+    """Why it does not go with torch.compile; "" if it does."""
 
     def is_on(self, value: Any) -> bool:
         """True if ``value`` is one of the feature; None is a key that a section does not have."""

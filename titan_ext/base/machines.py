@@ -30,59 +30,56 @@ MEMORY = {"h100": "79GiB", "h200": "139GiB", "b200": "178GiB", "mi300x": "191GiB
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """An accelerator and its links, by rates that are reached, not by their data sheets.
-
-    Attributes:
-        gemm: Of single large bf16 matrix products, FLOP/s.
-        grouped: Of grouped ones (``torch._grouped_mm``) with very many rows an expert, FLOP/s.
-        half_rate_rows: Rows of an expert at which a grouped product has half of that: tiles of 128
-            rows are partly empty, and weights are read for few rows. torchao PR 2490 has 0.53 and
-            0.55 of an H100's peak at 512 rows an expert, of 0.71 with very many.
-        attention: Of fused attention, FLOP/s, of what a causal mask leaves.
-        fp32: Of fp32 matrix products, FLOP/s.
-        float8: How many times a bf16 product's rate one of float8 has: 1.88 to 2.09 on an H100
-            (rowwise, 8,192 rows and more, FBGEMM PR 2546).
-        memory: Of its memory, bytes/s.
-        in_node: Of a rank's fast link (NVLink) to the others of its node, bytes/s each way.
-        in_node_all_to_all: Of that link when all exchange tokens with all, bytes/s.
-        network: Of a rank's share of the network, bytes/s each way.
-        launch: Of the shortest kernel, seconds.
-        collective: Of the shortest collective, seconds.
-        host: Of its link to pinned memory of the host, bytes/s each way.
-        enqueue: Of its host, to give out an eager operation of a block, with its views, its nodes
-            of autograd and its Python, seconds. All that the host does is counted by it.
-        ranks_per_node: GPUs of a node; of the smallest, if they differ.
-        nvlink_domain: Neighbouring GPUs that NVLink joins. A file that says only how many a node
-            has means those.
-        slower: How many times longer than by these rates a kind of kernels or messages takes, by
-            ``KINDS``, where a run was measured.
-        name: In ``MACHINES``, of what a file extends; by it Titan knows the peak.
-        capability: What Titan's converters ask for: "sm" of NVIDIA or "gfx" of AMD, and its two
-            numbers; None if unknown.
-    """
+    """An accelerator and its links, by rates that are reached, not by their data sheets."""
 
     gemm: float
+    """Of single large bf16 matrix products, FLOP/s."""
     grouped: float
+    """Of grouped ones (``torch._grouped_mm``) with very many rows an expert, FLOP/s."""
     attention: float
+    """Of fused attention, FLOP/s, of what a causal mask leaves."""
     fp32: float
+    """Of fp32 matrix products, FLOP/s."""
     memory: float
+    """Of its memory, bytes/s."""
     in_node: float
+    """Of a rank's fast link (NVLink) to the others of its node, bytes/s each way."""
     in_node_all_to_all: float
+    """Of that link when all exchange tokens with all, bytes/s."""
     # network, collective and host are assumed, and timed on no GPU; so is launch, which
     # benchmarks/rates.py fits, but no log has its figure. half_rate_rows is fitted to torchao PR
     # 2490's two figures. float8 is from FBGEMM's; it was 1.89 on one H100 (gpu_receipts.md).
     network: float = 45e9
+    """Of a rank's share of the network, bytes/s each way."""
     half_rate_rows: float = 160.0
+    """Rows of an expert at which a grouped product has half of that: tiles of 128 rows are partly
+    empty, and weights are read for few rows. torchao PR 2490 has 0.53 and 0.55 of an H100's peak at
+    512 rows an expert, of 0.71 with very many."""
     float8: float = 1.9
+    """How many times a bf16 product's rate one of float8 has: 1.88 to 2.09 on an H100 (rowwise,
+    8,192 rows and more, FBGEMM PR 2546)."""
     launch: float = 3e-6
+    """Of the shortest kernel, seconds."""
     collective: float = 15e-6
+    """Of the shortest collective, seconds."""
     host: float = 50e9
+    """Of its link to pinned memory of the host, bytes/s each way."""
     enqueue: float = 80e-6  # fitted: 75 to 95 on the host of one H100 (benchmarks/gpu_receipts.md)
+    """Of its host, to give out an eager operation of a block, with its views, its nodes of autograd
+    and its Python, seconds. All that the host does is counted by it."""
     ranks_per_node: int = RANKS_PER_NODE
+    """GPUs of a node; of the smallest, if they differ."""
     nvlink_domain: int = RANKS_PER_NODE
+    """Neighbouring GPUs that NVLink joins. A file that says only how many a node has means
+    those."""
     slower: Mapping[str, float] = field(default_factory=dict)
+    """How many times longer than by these rates a kind of kernels or messages takes, by ``KINDS``,
+    where a run was measured."""
     name: str = ""
+    """In ``MACHINES``, of what a file extends; by it Titan knows the peak."""
     capability: tuple[str, int, int] | None = None
+    """What Titan's converters ask for: "sm" of NVIDIA or "gfx" of AMD, and its two numbers; None if
+    unknown."""
 
     @property
     def is_measured(self) -> bool:

@@ -46,22 +46,19 @@ and unpack what autograd saves."""
 
 
 class ThreadState(NamedTuple):
-    """The contexts of this thread, the innermost last.
-
-    Attributes:
-        grad: Whether autograd records.
-        autocast: Of the CPU and the accelerator, and whether casts are kept.
-        stream: The accelerator's current one; None without an accelerator.
-        stacks: One for each of ``_STACKS``.
-        meshes, typed_meshes: Titan's and spmd_types'.
-    """
+    """The contexts of this thread, the innermost last."""
 
     grad: bool
+    """Whether autograd records."""
     autocast: list[Any]
+    """Of the CPU and the accelerator, and whether casts are kept."""
     stream: torch.Stream | None
+    """The accelerator's current one; None without an accelerator."""
     stacks: list[list[Any]]
+    """One for each of ``_STACKS``."""
     meshes: list[Any]
     typed_meshes: list[Any]
+    """Titan's and spmd_types'."""
 
     @classmethod
     def read(cls) -> "ThreadState":

@@ -78,19 +78,16 @@ class ScoreOutputs(nn.Module):
 
 @dataclass(eq=False)
 class Exchange:
-    """Rows that travel out, and whose gradients travel back.
-
-    Attributes:
-        mesh: The ranks that exchange.
-        sends: Rows for each rank.
-        receives: Rows from each rank.
-        float8: Which of the two ways is packed.
-    """
+    """Rows that travel out, and whose gradients travel back."""
 
     mesh: DeviceMesh
+    """The ranks that exchange."""
     sends: list[int]
+    """Rows for each rank."""
     receives: list[int]
+    """Rows from each rank."""
     float8: Literal["", "out", "back"] = ""
+    """Which of the two ways is packed."""
     _arriving: torch.Tensor | None = None
 
     def start(self, rows: torch.Tensor, *, back: bool = False) -> torch.Tensor:

@@ -30,27 +30,24 @@ class Exchanges:
 
     The same on all ranks and in all chunks of a pipeline: every rank makes the meshes that it asks
     for, whatever it holds of the model.
-
-    Attributes:
-        ep: How many ranks exchange tokens; 1 if none travel.
-        saved: Whether selective activation checkpointing saves what they deliver. Else its
-            recompute sends the tokens again.
-        overlap: What computes while tokens travel: shared experts while they travel back, the other
-            half of a batch and shared experts, or nothing.
-        dtype: In what tokens travel to their experts; None for their own dtype.
-        rows: Whether a token travels once for each of its experts, or once to a rank or a node of
-            them.
-        nodes: Among how many nodes, if once to each.
-        notes: Lines for the log: which key does nothing, and why.
     """
 
     ep: int = 1
+    """How many ranks exchange tokens; 1 if none travel."""
     saved: bool = True
+    """Whether selective activation checkpointing saves what they deliver. Else its recompute sends
+    the tokens again."""
     overlap: OverlapExchanges = "none"
+    """What computes while tokens travel: shared experts while they travel back, the other half of a
+    batch and shared experts, or nothing."""
     dtype: ExchangeDtype | None = None
+    """In what tokens travel to their experts; None for their own dtype."""
     rows: ExchangeRows = "expert"
+    """Whether a token travels once for each of its experts, or once to a rank or a node of them."""
     nodes: int = 0
+    """Among how many nodes, if once to each."""
     notes: tuple[str, ...] = field(default=(), compare=False)
+    """Lines for the log: which key does nothing, and why."""
 
     def rows_of(self, top_k: int, num_experts: int) -> ExchangeRows:
         """``rows`` of one MoE layer: "expert" where no rank or node has two of a token's."""

@@ -87,16 +87,13 @@ class GatheredWeight(WeightWithDynamicFloat8CastTensor):
 
 
 class GatheredFloat8Linear(_Float8Linear):
-    """Titan's float8 linear, with a weight that FSDP2 gathers in float8.
-
-    Attributes:
-        weight_scale: The weight's scale, if ``Float8Scales`` has made it. Who writes to weights
-            between steps sets it to None, on all ranks. Not the weight has it: on ranks that it
-            pads, FSDP2 makes another one in its first forward (``reset_sharded_param`` in
-            _fsdp_param.py), and all ranks have to know the same.
-    """
+    """Titan's float8 linear, with a weight that FSDP2 gathers in float8."""
 
     weight_scale: torch.Tensor | None = None
+    """The weight's scale, if ``Float8Scales`` has made it. Who writes to weights between steps sets
+    it to None, on all ranks. Not the weight has it: on ranks that it pads, FSDP2 makes another one
+    in its first forward (``reset_sharded_param`` in _fsdp_param.py), and all ranks have to know the
+    same."""
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(_Float8Linear.Config):

@@ -46,18 +46,15 @@ from titan_ext.components.exchange import (
 
 
 class Hops(NamedTuple):
-    """The hops of rows.
-
-    Attributes:
-        meshes: The ranks that exchange them in each hop: across nodes, then in this one. Of a
-            single hop, to ranks, each of these is a node of its own.
-        routes, second: Inside of which the exchanges of routes and the second hop run: policies
-            count exchanges by module.
-    """
+    """The hops of rows."""
 
     meshes: Sequence[DeviceMesh]
+    """The ranks that exchange them in each hop: across nodes, then in this one. Of a single hop, to
+    ranks, each of these is a node of its own."""
     routes: nn.Module
     second: nn.Module
+    """Inside of which the exchanges of routes and the second hop run: policies count exchanges by
+    module."""
 
 
 @dataclass(frozen=True, kw_only=True)

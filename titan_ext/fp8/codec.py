@@ -56,18 +56,15 @@ _CARRY_ABOVE_1_75 = (1 << _MANTISSA_BITS) - 1 - (3 << (_MANTISSA_BITS - 2))
 
 @dataclass(frozen=True)
 class Codec:
-    """The form in which a tensor is stored. Immutable and hashable.
-
-    Attributes:
-        dtype: "e4m3" (3 bits of mantissa) or "e5m2" (2 bits, more range). "exact" changes nothing:
-            ``data`` has the bytes of each row, and there are no scales. With it whatever stores and
-            sends float8 can be held bit for bit against what does not (titan_ext verify).
-        block: How many neighbours along the last dimension share a scale: 64, 128 or 256. It
-            confines an outlier. The last of a row may be short.
-    """
+    """The form in which a tensor is stored. Immutable and hashable."""
 
     dtype: Literal["e4m3", "e5m2", "exact"] = "e4m3"
+    """With "e4m3" 3 bits of mantissa, with "e5m2" 2 and more range. "exact" changes nothing:
+    ``data`` has the bytes of each row, and there are no scales. With it whatever stores and sends
+    float8 can be held bit for bit against what does not (titan_ext verify)."""
     block: Literal[64, 128, 256] = 128
+    """How many neighbours along the last dimension share a scale: 64, 128 or 256. It confines an
+    outlier. The last of a row may be short."""
 
     def __post_init__(self) -> None:
         for key, expected in _VALUES.items():
@@ -119,16 +116,13 @@ def use_codec(codec: Codec) -> Iterator[None]:
 
 
 class Quantized(NamedTuple):
-    """A stored tensor, contiguous, in storages of its own.
-
-    Attributes:
-        data: ``Codec.float8``, of the shape of the original. A DTensor if that was one.
-        scales: uint8, of ``Codec.scales_shape``, always plain (of this rank's shard of a DTensor).
-            scale = 2^(byte - 127), readable as ``torch.float8_e8m0fnu``.
-    """
+    """A stored tensor, contiguous, in storages of its own."""
 
     data: torch.Tensor
+    """``Codec.float8``, of the shape of the original. A DTensor if that was one."""
     scales: torch.Tensor
+    """uint8, of ``Codec.scales_shape``, always plain (of this rank's shard of a DTensor). A scale
+    is 2^(byte - 127), readable as ``torch.float8_e8m0fnu``."""
 
 
 def quantize(x: torch.Tensor, codec: Codec) -> Quantized:

@@ -195,24 +195,20 @@ def _by_reference(x: torch.Tensor, treatment: str, *, owns_bytes: bool = True) -
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """Stored tensors of one class.
-
-    Attributes:
-        name: The caller's name for it (``SavedTensorStore.hooks``): a module, for example.
-        treatment: "float8 e4m3", "exact: <why>" or "passed through: <why>"; and whether it waits on
-            the host.
-        entries: How many tensors; one saved several times is one.
-        nbytes: Of the storages that are kept alive on the device; 0 for parameters and buffers.
-        original_nbytes: Of the storages that autograd would have kept alive instead.
-        host_nbytes: Of the copies on the host.
-    """
+    """Stored tensors of one class."""
 
     name: str
+    """The caller's name for it (``SavedTensorStore.hooks``): a module, for example."""
     treatment: str
+    """As "float8 e4m3", "exact: <why>", "passed through: <why>"; and if it waits on the host."""
     entries: int
+    """How many tensors; one saved several times is one."""
     nbytes: int
+    """Of the storages that are kept alive on the device; 0 for parameters and buffers."""
     original_nbytes: int
+    """Of the storages that autograd would have kept alive instead."""
     host_nbytes: int = 0
+    """Of the copies on the host."""
 
 
 class MemoryRows(tuple[MemoryRow, ...]):

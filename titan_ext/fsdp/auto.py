@@ -40,19 +40,16 @@ AUTO_BACKWARD = PrefetchLimit(units=1, from_attention=2)
 
 @dataclass(frozen=True)
 class Choice:
-    """Units, and what goes with them.
-
-    Attributes:
-        wrap: ``fsdp_wrap`` without "auto".
-        backward: How far ahead to gather in backward, where fsdp_prefetch is "auto".
-        buffers: Inputs of reduce-scatters that may live at the same time.
-        why: What "auto" became, and why; "" where the config itself says all of it.
-    """
+    """Units, and what goes with them."""
 
     wrap: Wrap
+    """``fsdp_wrap`` without "auto"."""
     backward: PrefetchLimit = AUTO_BACKWARD
+    """How far ahead to gather in backward, where fsdp_prefetch is "auto"."""
     buffers: int = 1
+    """Inputs of reduce-scatters that may live at the same time."""
     why: str = ""
+    """What "auto" became, and why; "" where the config itself says all of it."""
 
 
 _NEAR = (Choice("block"), Choice("submodule"), Choice("experts"))

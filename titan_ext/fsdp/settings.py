@@ -29,15 +29,7 @@ _RESHARD_NAMES = ("default", "always", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPSettings:
-    """Settings of FSDP2 for a decoder. Each field is the key ``parallelism.fsdp_<field>``, except:
-
-    Attributes:
-        param_dtype: The dtype in which parameters are gathered and used; inputs are not cast.
-        reduce_dtype: The dtype in which gradients are summed.
-        cpu_offload: Whether parameters, gradients and optimizer states stay in host memory.
-        symm_mem: Whether collectives use symmetric memory (Titan's option).
-        ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
-            synchronises.
+    """Settings of FSDP2 for a decoder. Down to ``param_dtype`` a field is a ``parallelism.fsdp_`` key.
 
     Raises ValueError, naming the key, for a value that it cannot have.
     """
@@ -51,10 +43,15 @@ class FSDPSettings:
     float8_all_gather: Float8AllGather = "none"
     expert_reduce_scatter: Literal["bfloat16"] | None = None
     param_dtype: torch.dtype = torch.bfloat16
+    """The dtype in which parameters are gathered and used; inputs are not cast."""
     reduce_dtype: torch.dtype = torch.float32
+    """The dtype in which gradients are summed."""
     cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer states stay in host memory."""
     symm_mem: bool = False
+    """Whether collectives use symmetric memory (Titan's option)."""
     ignored: Sequence[str] = ()
+    """Patterns for names of parameters or modules that FSDP neither shards nor synchronises."""
 
     @classmethod
     def from_config(

@@ -75,18 +75,15 @@ BLOCK_KINDS = (*SUBMODULE_KINDS, UnitKind.BLOCK)
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One FSDP unit. Names are fully qualified and free of wrapper prefixes.
-
-    Attributes:
-        name: The unit's own name ("layers.3.moe").
-        module_names: Its modules, in the order in which they run.
-        experts: The routed experts inside it, which live on the expert mesh when EP > 1.
-    """
+    """One FSDP unit. Names are fully qualified and free of wrapper prefixes."""
 
     name: str
+    """The unit's own name ("layers.3.moe")."""
     kind: UnitKind
     module_names: tuple[str, ...] = ()
+    """Its modules, in the order in which they run."""
     experts: str | None = None
+    """The routed experts inside it, which live on the expert mesh when EP > 1."""
 
     @property
     def block(self) -> str:

@@ -22,18 +22,15 @@ from titan_ext.parallelize.passes import parallelize
 
 @dataclasses.dataclass
 class ExtendedModelSpec(ModelSpec):
-    """A model spec of Titan's that titan_ext has extended.
-
-    Attributes:
-        stock_parallelize_fn: Titan's own, for a dry run of stock.
-        extends: The config function that its config comes from, as a file has it; "" if a config
-            was made in Python.
-        choices: The [model] section of its file, by key.
-    """
+    """A model spec of Titan's that titan_ext has extended."""
 
     stock_parallelize_fn: Callable[..., nn.Module] = lambda model, **_: model
+    """Titan's own, for a dry run of stock."""
     extends: str = dataclasses.field(default="", compare=False, repr=False)
+    """The config function that its config comes from, as a file has it; "" if a config was made in
+    Python."""
     choices: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    """The [model] section of its file, by key."""
 
 
 def balance_all_blocks(

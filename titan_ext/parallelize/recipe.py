@@ -30,21 +30,18 @@ from titan_ext.parallelize.limits import stage_dims, wrong_together
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All decisions for a model, or for the chunk of a pipeline stage.
-
-    Attributes:
-        fsdp: What FSDP gathers, keeps and frees, and in which dtypes.
-        exchanges: How tokens travel between ranks, and what runs meanwhile.
-        checkpointing: What blocks keep for backward.
-        compile: Titan's section, where the model is compiled.
-        notes: Lines for the log: which key does nothing, and why.
-    """
+    """All decisions for a model, or for the chunk of a pipeline stage."""
 
     fsdp: FSDPPlan
+    """What FSDP gathers, keeps and frees, and in which dtypes."""
     exchanges: Exchanges
+    """How tokens travel between ranks, and what runs meanwhile."""
     checkpointing: Checkpointing
+    """What blocks keep for backward."""
     compile: CompileConfig | None = None
+    """Titan's section, where the model is compiled."""
     notes: tuple[str, ...] = ()
+    """Lines for the log: which key does nothing, and why."""
 
 
 def resolve(

@@ -60,18 +60,15 @@ def settings_of(policy: Any) -> FP8AC.Config:
 
 @dataclass(eq=False)
 class _Blocks:
-    """Blocks of one kind, of which the first one is traced.
-
-    Attributes:
-        blocks: Their number in the job's model.
-        waiting: Forwards that wait for their backward; ``most``: at once.
-    """
+    """Blocks of one kind, of which the first one is traced."""
 
     name: str
     first: nn.Module
     graphs: Sequence[BlockGraph]
     blocks: int = 0
+    """Their number in the job's model."""
     waiting: int = 0
+    """Forwards that wait for their backward; ``most``: at once."""
     most: int = 0
 
     def add_forward(self, times: int, _module: nn.Module, _args: Any, out: torch.Tensor) -> None:

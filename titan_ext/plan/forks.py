@@ -41,21 +41,18 @@ class _Fork:
 
 @dataclass
 class Forks:
-    """Calls ``function``, in at most ``processes`` processes at once. A ``with`` ends them.
-
-    Attributes:
-        function: Its results are pickled. A ValueError of it, and what else a start raises on
-            purpose, becomes a ``FailedError`` among the results.
-        processes: Cores, as a rule.
-        alike: What calls of one process have in common, from the arguments of a call.
-        called, planned: How many calls have ended, and were asked for so far.
-    """
+    """Calls ``function``, in at most ``processes`` processes at once. A ``with`` ends them."""
 
     function: Callable[..., Any]
+    """Its results are pickled. A ValueError of it, and what else a start raises on purpose, becomes
+    a ``FailedError`` among the results."""
     processes: int
+    """Cores, as a rule."""
     alike: Callable[..., Hashable] = lambda *call: None
+    """What calls of one process have in common, from the arguments of a call."""
     called: int = 0
     planned: int = 0
+    """How many calls have ended, and were asked for so far."""
     _idle: list[_Fork] = field(default_factory=list)
     _running: dict[Connection, tuple[_Fork, int]] = field(default_factory=dict)
 

@@ -33,21 +33,18 @@ _FACTORS = (8, 4, 2, 0.5, 0.25, 0.125)
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a job, beside its config.
-
-    Attributes:
-        ranks: GPUs.
-        ranks_per_node: Of them, on a node.
-        experts: Routed ones of a MoE layer; 0 for a dense model.
-        is_batch_free: Whether the tokens of a step may change.
-        host_nbytes: Memory of the host for each rank; 0 where nobody said.
-    """
+    """Facts of a job, beside its config."""
 
     ranks: int
+    """GPUs."""
     ranks_per_node: int
+    """Of them, on a node."""
     experts: int
+    """Routed ones of a MoE layer; 0 for a dense model."""
     is_batch_free: bool = False
+    """Whether the tokens of a step may change."""
     host_nbytes: int = 0
+    """Memory of the host for each rank; 0 where nobody said."""
 
     def copies(self, now: Keys) -> int:
         """Ranks that get sequences of their own."""
@@ -67,19 +64,16 @@ class Facts:
 
 @dataclass(frozen=True)
 class Move:
-    """Changes to try.
-
-    Attributes:
-        words: What they do, for the line of a TOML file.
-        changes: Of a config as it is now; each is tried by itself.
-        shortens: The categories of time that they can shorten.
-        frees: The memory that they can free, for activations.
-    """
+    """Changes to try."""
 
     words: str
+    """What they do, for the line of a TOML file."""
     changes: Callable[[Keys, Facts], Iterable[Keys]]
+    """Of a config as it is now; each is tried by itself."""
     shortens: tuple[Category, ...]
+    """The categories of time that they can shorten."""
     frees: tuple[MemoryKind, ...] = ()
+    """The memory that they can free, for activations."""
 
 
 def _values(key: str, *values: Any) -> Callable[[Keys, Facts], Iterator[Keys]]:

@@ -72,19 +72,16 @@ _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """A solved activation checkpointing.
-
-    Attributes:
-        nbytes: Bytes that the blocks of a rank hold.
-        ms: Recompute of a step, by the solver.
-        table: ``op_policies`` with preset "stock"; empty for no checkpointing.
-        ms_of_a_byte: Recompute that a byte more would save.
-    """
+    """A solved activation checkpointing."""
 
     nbytes: int
+    """Bytes that the blocks of a rank hold."""
     ms: float
+    """Recompute of a step, by the solver."""
     table: Mapping[str, str]
+    """``op_policies`` with preset "stock"; empty for no checkpointing."""
     ms_of_a_byte: float = 0.0
+    """Recompute that a byte more would save."""
 
     def keys(self, now: Keys, *, with_budget: bool = False) -> dict[str, Any]:
         """Keys of a config that has ``now``; ``with_budget`` for a person's file: a run solves."""
@@ -210,29 +207,25 @@ def with_best_checkpointing(
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job to tune.
-
-    Attributes:
-        make: The config of the job with some keys changed; raises ValueError.
-        values: Values of the config as the user has it, by dotted key, with ``with_defaults``.
-        facts: What moves need to know.
-        memory: Bytes of each GPU.
-        machine: As ``base.machines.machine_of`` takes it.
-        rank: The one to plan.
-        imbalance: Tokens that the rank's experts get, for one if routing were balanced.
-        exact: Whether no result may change: nothing is stored in float8, and no move changes one.
-        depths: Depths of the shortened models; None to plan whole ones.
-    """
+    """A job to tune."""
 
     make: Callable[[Keys], Any]
+    """The config of the job with some keys changed; raises ValueError."""
     values: Keys
+    """Values of the config as the user has it, by dotted key, with ``with_defaults``."""
     facts: Facts
     memory: int
+    """Bytes of each GPU."""
     machine: str
+    """As ``base.machines.machine_of`` takes it."""
     rank: int = 0
+    """The one to plan."""
     imbalance: float = 1.0
+    """Tokens that the rank's experts get, for one if routing were balanced."""
     exact: bool = False
+    """Whether no result may change: nothing is stored in float8, and no move changes one."""
     depths: Depths | None = None
+    """Depths of the shortened models; None to plan whole ones."""
 
     def plan(
         self,
@@ -369,20 +362,17 @@ def degrees(keys: Keys, *_: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """A candidate.
-
-    Attributes:
-        choices: Its changes, by the moves that made them.
-        keys: The same by key, without what the user has.
-        plan: None if it does not start, or cannot win; ``reason`` says why.
-        is_lost: Whether it cannot win.
-    """
+    """A candidate."""
 
     choices: Choices
+    """Its changes, by the moves that made them."""
     keys: Keys
+    """The same by key, without what the user has."""
     plan: Plan | None = None
+    """None if it does not start, or cannot win; ``reason`` says why."""
     reason: str = ""
     is_lost: bool = False
+    """Whether it cannot win."""
 
     @property
     def planned(self) -> Plan:
@@ -419,25 +409,21 @@ class Tried:
 
 @dataclass(eq=False)
 class Search:
-    """Tunes ``job`` when ``run`` is called.
-
-    Attributes:
-        job: What to tune.
-        forks: Forks of ``job.plan``.
-        say: Is told what the search does next.
-        own: The user's config.
-        winner: What was found, planned as a whole model; None until then.
-        without: The best without one of its moves, and (None) with the user's checkpointing.
-        compared: The best with which those compare: plans of shortened models.
-    """
+    """Tunes ``job`` when ``run`` is called."""
 
     job: Job
     forks: Forks
+    """Forks of ``job.plan``."""
     say: Callable[[str], None] = lambda text: None
+    """Is told what the search does next."""
     own: Tried = field(init=False)
+    """The user's config."""
     winner: Tried | None = None
+    """What was found, planned as a whole model; None until then."""
     without: dict[Move | None, Tried] = field(default_factory=dict)
+    """The best without one of its moves, and (None) with the user's checkpointing."""
     compared: Tried = field(init=False)
+    """The best with which those compare: plans of shortened models."""
     _best: Tried | None = None
     _tried: dict[Any, Tried] = field(default_factory=dict)
     _ahead: int = len(MOVES)

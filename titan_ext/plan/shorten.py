@@ -28,20 +28,17 @@ class NotAlikeError(ValueError):
 
 
 class Depths(NamedTuple):
-    """Two depths of a model, and what is needed to go from them to its own.
-
-    Attributes:
-        whole: Layers of the model.
-        short, longer: Of the two that are planned.
-        head: So many of the first layers are followed by those that the short one lacks.
-        period: Layers repeat after so many.
-    """
+    """Two depths of a model, and what is needed to go from them to its own."""
 
     whole: int
+    """Layers of the model."""
     short: int
     longer: int
+    """Of the two that are planned."""
     head: int
+    """So many of the first layers are followed by those that the short one lacks."""
     period: int
+    """Layers repeat after so many."""
 
     @classmethod
     def of(cls, config: Any) -> "Depths | None":

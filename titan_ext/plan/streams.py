@@ -26,25 +26,22 @@ class Item(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """An item of a queue.
-
-    Attributes:
-        ms: How long it takes by itself; a message's latency.
-        after: Items of other queues that have to end first, in this order, and why.
-        link: The link that a message takes; "" for other work.
-        on_link_ms: How long a message takes on a link of its own, beside its latency.
-        label: Whatever the caller wants to find again.
-        start, end: In ms, once they are known. ``free`` is when the queue could have begun it.
-    """
+    """An item of a queue."""
 
     ms: float
+    """How long it takes by itself; a message's latency."""
     after: tuple[tuple[Item, Any], ...] = ()
+    """Items of other queues that have to end first, in this order, and why."""
     link: str = ""
+    """The link that a message takes; "" for other work."""
     on_link_ms: float = 0.0
+    """How long a message takes on a link of its own, beside its latency."""
     label: Any = None
+    """Whatever the caller wants to find again."""
     free: float = 0.0
     start: float = 0.0
     end: float | None = None
+    """In ms, once they are known. ``free`` is when the queue could have begun it."""
 
 
 @dataclass(eq=False, slots=True)

@@ -477,33 +477,29 @@ class StepClock:
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of a rank.
-
-    Attributes:
-        machine: Name of the machine.
-        ms: Of the compute stream, by what it does; their sum is the step's.
-        tokens: Of a step, for each GPU.
-        flops_per_token: By Titan's formula; None where Titan reports no MFU either.
-        is_measured: Whether these are rates of kernels in a run, and not a card's best.
-        kernels: Milliseconds of kernels on all streams, and of messages that are alone on their
-            link, by ``op_cost.KINDS``.
-        expected: ``ms`` of a step whose kernels are as far from ideal as those of runs, and which
-            waits for its host.
-        instead: Milliseconds of a step that runs otherwise.
-        host_is_ahead_ms: From the end of what the host does to that of the step.
-        launched: Kernels, without messages.
-    """
+    """One step of a rank."""
 
     machine: str
     ms: Mapping[Category, float]
+    """Of the compute stream, by what it does; their sum is the step's."""
     tokens: float
+    """Of a step, for each GPU."""
     flops_per_token: int | None
+    """By Titan's formula; None where Titan reports no MFU either."""
     is_measured: bool = False
+    """Whether these are rates of kernels in a run, and not a card's best."""
     kernels: Mapping[str, float] = field(default_factory=dict)
+    """Milliseconds of kernels on all streams, and of messages that are alone on their link, by
+    ``op_cost.KINDS``."""
     expected: Mapping[Category, float] = field(default_factory=dict)
+    """``ms`` of a step whose kernels are as far from ideal as those of runs, and which waits for
+    its host."""
     instead: Mapping[How, float] = field(default_factory=dict)
+    """Milliseconds of a step that runs otherwise."""
     host_is_ahead_ms: float = 0.0
+    """From the end of what the host does to that of the step."""
     launched: float = 0.0
+    """Kernels, without messages."""
 
     @classmethod
     def of(

@@ -55,26 +55,23 @@ _EXPERTS, _DROPS = "experts", "drops"
 
 
 class RankStep(NamedTuple):
-    """The measurements of a rank in a logged step, as JSON in the job's store.
-
-    Attributes:
-        group: First of the ranks with which it exchanges tokens; itself where it has no experts.
-        wait_ms: Wait for token counts, in all layers of the step.
-        step_ms: The step, by its host's clock.
-        tokens: Tokens that its experts got in the last microbatch, by layer; with HybridEP, in the
-            fullest since the step before.
-        worst: Tokens that they would get in the worst routing.
-        dropped: Percent of the tokens that came since the step before, and were dropped.
-    """
+    """The measurements of a rank in a logged step, as JSON in the job's store."""
 
     step: int
     rank: int
     group: int
+    """First of the ranks with which it exchanges tokens; itself where it has no experts."""
     wait_ms: float
+    """Wait for token counts, in all layers of the step."""
     step_ms: float
+    """The step, by its host's clock."""
     tokens: dict[str, int]
+    """Tokens that its experts got in the last microbatch, by layer; with HybridEP, in the fullest
+    since the step before."""
     worst: int = 0
+    """Tokens that they would get in the worst routing."""
     dropped: float = 0.0
+    """Percent of the tokens that came since the step before, and were dropped."""
 
 
 def faults_of(rows: Iterable[RankStep]) -> dict[str, str]:
