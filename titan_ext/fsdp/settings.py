@@ -29,7 +29,7 @@ _RESHARD_NAMES = ("default", "always", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPSettings:
-    """Settings of FSDP2 for a decoder. Down to ``param_dtype`` a field is a ``parallelism.fsdp_`` key.
+    """Settings of FSDP2 for a decoder: the keys ``parallelism.fsdp_*``, down to ``param_dtype``.
 
     Raises ValueError, naming the key, for a value that it cannot have.
     """

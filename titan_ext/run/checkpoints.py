@@ -62,15 +62,11 @@ class CheckpointManager(TitanCheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(TitanCheckpointManager.Config):
         verify_checksums_up_to_gib: float = 64.0
-        """
-        Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each a
-        part, and compare the checksums. 0: never; inf: always. See docs/running.md.
-        """
+        """Before a run loads a checkpoint of at most this many GiB, its ranks read all of it, each
+        a part, and compare the checksums. 0: never; inf: always. See docs/running.md."""
         ignore_weights: list[str] = field(default_factory=list)
-        """
-        Names, or globs, of weights and modules in a checkpoint or in safetensors that the model
-        does not have and that stay unread ("model.layers.61"). All others are refused.
-        """
+        """Names, or globs, of weights and modules in a checkpoint or in safetensors that the model
+        does not have and that stay unread ("model.layers.61"). All others are refused."""
 
     exported: Mapping[str, torch.Tensor] = {}
     """The tensors that an export must have, on the meta device; ``HuggingFaceExport`` sets them."""
