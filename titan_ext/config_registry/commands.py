@@ -179,7 +179,10 @@ def _run(arguments: Sequence[str]) -> int:
     name = arguments[0] if arguments else ""
     failed = NOT_VERIFIED if name == "verify" else 1
     try:
-        _import_as_python_m()
+        # As python -m, find modules in the current folder, where a user's config functions are. The
+        # installed script has its own folder on Python's path in place of it.
+        if not sys.flags.safe_path and (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
         if name not in _COMMANDS and name[:1] not in ("", "-"):
             raise ValueError(f"{name}: no such command{nearest(name, _COMMANDS)}")
         command, flags = _parse(arguments)
@@ -198,16 +201,6 @@ def _run(arguments: Sequence[str]) -> int:
         print(error, file=sys.stderr)
         return failed
     return 0
-
-
-def _import_as_python_m() -> None:
-    """Find modules in the current folder, where a user's config functions are.
-
-    The installed script has its own folder on Python's path in place of it.
-    """
-    here = str(Path.cwd())
-    if not sys.flags.safe_path and here not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:

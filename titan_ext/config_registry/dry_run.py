@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -203,32 +202,25 @@ class DryRun:
                 words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return words
 
-    def _elsewhere(
-        self, rank: int, folder: Path
-    ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        """This dry run for another rank, and its plan, if it got so far."""
+    def _plan_all_stages(self, config: Any, folder: Path) -> list[dict[str, Any]]:
         from titan_ext.run.record import dry_run_elsewhere, file_name
 
-        file, out = folder / "config.toml", self.out or folder
-        words = [*self._words("ranks", "memory", *_MODEL, "verbose"), "--rank", str(rank)]
-        done = dry_run_elsewhere(file, [*words, *(["--out", str(out)] if self.memory else [])])
-        is_planned = self.memory and done.returncode in (0, _DOES_NOT_FIT)
-        return done, json.loads((out / file_name(rank)).read_text()) if is_planned else {}
-
-    def _plan_all_stages(self, config: Any, folder: Path) -> list[dict[str, Any]]:
         plans: list[dict[str, Any]] = []
         groups: dict[int, int] = {}
-        stages = config.parallelism.pipeline_parallel_degree
+        stages, out = config.parallelism.pipeline_parallel_degree, self.out or folder
+        words = self._words("ranks", "memory", *_MODEL, "verbose")
+        words += ["--out", str(out)] if self.memory else []
         for rank in range(0, self.ranks, max(self.ranks // stages, 1)):
             print(f"-- rank {rank}", flush=True)
-            done, plan = self._elsewhere(rank, folder)
+            done = dry_run_elsewhere(folder / "config.toml", [*words, "--rank", str(rank)])
             sys.stderr.write(done.stderr)
             print(done.stdout, end="", flush=True)
             if done.returncode not in (0, _DOES_NOT_FIT):
                 raise SystemExit(done.returncode)
             if (found := re.search(r"^groups +(\d+)", done.stdout, re.M)) is not None:
                 groups[rank] = int(found[1])
-            plans += [plan] if plan else []
+            if self.memory:
+                plans.append(json.loads((out / file_name(rank)).read_text()))
         if len(set(groups.values())) > 1:
             counts = ", ".join(f"rank {rank} {count}" for rank, count in groups.items())
             raise ValueError(

@@ -66,14 +66,18 @@ class Tune:
 
     def run(self, flags: list[str]) -> None:
         self.ranks = ranks_of(self.config, self.ranks)
-        self._check()
+        machine = machine_of(self.machine)
+        self.memory = self.memory or MEMORY.get(self.machine, "")
+        Mistakes(self._wrong()).raise_all()
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            check_new_file(self.out / _FILE)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         gc.disable()  # imports alone make it walk millions of objects
         started = time.monotonic()
         loading()
         from titan_ext.plan.stand_ins import as_rank
 
-        machine = machine_of(self.machine)
         nodes = machine.ranks_per_node, machine.nvlink_domain
         with tempfile.TemporaryDirectory() as folder, as_rank(self.ranks, self.rank, *nodes):
             search, given = self.search(flags, Path(folder))
@@ -94,19 +98,10 @@ class Tune:
         if not search.best.fits:
             raise SystemExit(_DOES_NOT_FIT)
 
-    def _check(self) -> None:
-        machine_of(self.machine)
-        default = MEMORY.get(self.machine, "")
-        Mistakes(self._wrong(default)).raise_all()
-        if self.out is not None:
-            self.out.mkdir(parents=True, exist_ok=True)
-            check_new_file(self.out / _FILE)
-        self.memory = self.memory or default
-
-    def _wrong(self, memory: str) -> Iterator[str]:
+    def _wrong(self) -> Iterator[str]:
         if not 0 <= self.rank < self.ranks:
             yield f"--rank is {self.rank}; expected one of --ranks."
-        if not (self.memory or memory):
+        if not self.memory:
             yield f"--machine {self.machine} needs --memory, such as 80GiB."
         if self.processes < 0:
             yield f"--processes is {self.processes}; expected 0 or more."

@@ -14,13 +14,7 @@ from typing import Any, cast
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, DataParallelMeshDims, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import Shard
@@ -44,18 +38,13 @@ class FSDPMeshes:
         self.dense, self.dense_axes = dense_mesh(parallel_dims)
         self.experts, self.experts_axes = experts_mesh(parallel_dims)
 
-    def arguments(self, dtypes: FSDPPlan) -> dict[str, Any]:
+    def arguments(self, plan: FSDPPlan) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
 
         Host memory is pinned for copies to an accelerator; on a CPU nothing could pin it.
         """
-        precision = MixedPrecisionPolicy(
-            param_dtype=dtypes.param_dtype,
-            reduce_dtype=dtypes.reduce_dtype,
-            cast_forward_inputs=False,
-        )
-        arguments: dict[str, Any] = {"mp_policy": precision}
-        if dtypes.cpu_offload:
+        arguments: dict[str, Any] = {"mp_policy": plan.precision}
+        if plan.cpu_offload:
             pin = self.dense.device_type != "cpu"
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pin)
         return arguments

@@ -47,16 +47,10 @@ def modules_with_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, 
 def find_replicated(model: Decoder, names: Sequence[str], *, is_chunk: bool) -> list[str]:
     """The modules whose own parameters ``parallelism.fsdp_replicate`` keeps whole.
 
-    Args:
-        names: "router", "norms", "adapters", or patterns for names of modules or parameters.
-        is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
-
-    Returns:
-        Their names, in forward order. torch shards or replicates a module's own parameters
-        together.
-
-    Raises:
-        ValueError: for a name that is not in the model, or what torch cannot replicate.
+    In forward order. ``names`` are "router", "norms", "adapters", or patterns for names of modules
+    or parameters; torch shards or replicates a module's own parameters together. ``is_chunk``: it
+    is the chunk of a pipeline stage, which may lack a name. Raises ValueError for a name that is
+    not in the model, or what torch cannot replicate.
     """
     replicated: list[str] = []
     used: set[str] = set()
@@ -83,8 +77,7 @@ def find_ignored(
 ) -> dict[str, nn.Parameter]:
     """The parameters whose name, or that of a module around them, matches one of ``names``.
 
-    Raises:
-        ValueError: for a name that is not in the model.
+    Raises ValueError for a name that is not in the model.
     """
     found = {
         name: module.get_parameter(name.rsplit(".", 1)[-1])
@@ -116,9 +109,8 @@ def find_frozen_linears(
         is_chunk: Whether the model is the chunk of a pipeline stage, which may lack a name.
         replicated: Names of the modules that ``parallelism.fsdp_replicate`` keeps whole.
 
-    Raises:
-        ValueError: for a model or a pattern without a frozen linear, or a weight that cannot be
-            cut.
+    Raises ValueError for a model or a pattern without a frozen linear, or a weight that cannot be
+    cut.
     """
     if shard_world == 1:
         raise ValueError(
@@ -198,9 +190,7 @@ def _names_for(path: str, module: nn.Module, param: str, names: Sequence[str]) -
 
 
 def _check_names(model: Decoder, names: Sequence[str], used: set[str]) -> None:
-    for name in names:
-        if name in used:
-            continue
+    for name in [name for name in names if name not in used]:
         paths = [path for path, _, _ in modules_with_parameters(model)]
         parents = {".".join(p.split(".")[:n]) for p in paths for n in range(1, p.count(".") + 2)}
         raise ValueError(

@@ -58,7 +58,11 @@ def _quantize(linear: nn.Module) -> tuple[int, int]:
 
     def quantized(weight: DTensor) -> NF4Tensor:
         whole: Any = to_nf4(weight.full_tensor().to(torch.bfloat16))
-        return _copy(whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)])
+        own = whole.chunk(mesh.size(axis))[mesh.get_local_rank(axis)]
+        # A copy with its own storages: a chunk's are views of the whole. (clone() requantizes.)
+        names, context = own.__tensor_flatten__()
+        inner = {name: getattr(own, name).clone() for name in names}
+        return NF4Tensor.__tensor_unflatten__(inner, context, own.shape, own.stride())
 
     shard = quantized(weight)
     dtype, nbytes = local.dtype, local.nbytes
@@ -87,10 +91,3 @@ def _quantize(linear: nn.Module) -> tuple[int, int]:
     linear.register_load_state_dict_pre_hook(load_quantized)
     names, _ = shard.__tensor_flatten__()
     return nbytes, sum(getattr(shard, name).nbytes for name in names)
-
-
-def _copy(shard: NF4Tensor) -> NF4Tensor:
-    """A copy with its own storages: a chunk's are views of the whole. (clone() requantizes.)"""
-    names, context = shard.__tensor_flatten__()
-    inner = {name: getattr(shard, name).clone() for name in names}
-    return NF4Tensor.__tensor_unflatten__(inner, context, shard.shape, shard.stride())

@@ -7,13 +7,13 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-import torch
 import torch.nn as nn
 from torch import dtype
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torchtitan.distributed import ParallelDims
 
 from titan_ext.base.messages import format_bytes
@@ -24,17 +24,13 @@ GroupKind = Literal["dense", "experts"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSizes:
-    """Numbers of ranks that parameters are sharded over.
-
-    Attributes:
-        dense: Dense parameters.
-        experts: Routed experts when EP > 1; None: they are sharded as the others.
-        expert_ranks: The ranks that the experts of a layer are spread over, EP included.
-    """
+    """Numbers of ranks that parameters are sharded over."""
 
     dense: int
     experts: int | None = None
+    """Routed experts when EP > 1; None: they are sharded as the others."""
     expert_ranks: int = 1
+    """The ranks that the experts of a layer are spread over, EP included."""
 
     @classmethod
     def of(cls, dims: ParallelDims) -> "ShardSizes":
@@ -57,18 +53,12 @@ class ShardSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPlan:
-    """One parameter as FSDP gathers it.
-
-    Attributes:
-        name: In the model ("layers.3.attention.wq.weight").
-        shape: On this rank before FSDP shards it, after tensor and expert parallelism.
-        dtype: The dtype in which it is gathered.
-        shard_dim: The dim that FSDP shards.
-        float8: Whether it travels in float8.
-    """
+    """One parameter as FSDP gathers it."""
 
     name: str
+    """In the model ("layers.3.attention.wq.weight")."""
     shape: tuple[int, ...]
+    """On this rank before FSDP shards it, after tensor and expert parallelism."""
     dtype: dtype
     shard_dim: int = 0
     float8: bool = False
@@ -84,19 +74,16 @@ class ParamPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPlan:
-    """Parameters that one collective gathers.
-
-    Attributes:
-        kind: "dense", or "experts" (on the expert mesh, when EP > 1).
-        shard_world: Ranks that they are sharded over; 1 gathers nothing, but still copies.
-        params: In the order of the collective's buffer.
-        reduce_scatter: What travels, if not their dtypes (``fsdp.collectives``).
-    """
+    """Parameters that one collective gathers."""
 
     kind: GroupKind
+    """Experts are on the expert mesh, when EP > 1."""
     shard_world: int
+    """Ranks that they are sharded over; 1 gathers nothing, but still copies."""
     params: tuple[ParamPlan, ...]
+    """In the order of the collective's buffer."""
     reduce_scatter: Literal["bfloat16"] | None = None
+    """What travels, if not their dtypes (``fsdp.collectives``)."""
 
     @functools.cached_property
     def gathered_nbytes(self) -> int:
@@ -111,31 +98,25 @@ class GroupPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicatedPlan(GroupPlan):
-    """Parameters that every rank holds whole; one all-reduce sums their gradients.
-
-    Attributes:
-        module_names: The modules whose own parameters they are.
-    """
+    """Parameters that every rank holds whole; one all-reduce sums their gradients."""
 
     module_names: tuple[str, ...]
+    """The modules whose own parameters they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitPlan(Unit):
-    """A unit, and what FSDP does with it.
-
-    Attributes:
-        groups: Its parameter groups, in the order in which they are gathered.
-        reshard_after_forward: True, False, or the size of the smaller world.
-        forward_prefetch, backward_prefetch: Units to gather while this one runs, by name.
-        frees_buffer: Whether forward frees its all-gather buffer before the next copy-out.
-    """
+    """A unit, and what FSDP does with it."""
 
     groups: tuple[GroupPlan, ...]
+    """Its parameter groups, in the order in which they are gathered."""
     reshard_after_forward: bool | int = True
+    """True, False, or the size of the smaller world."""
     forward_prefetch: tuple[str, ...] = ()
     backward_prefetch: tuple[str, ...] = ()
+    """Units to gather while this one runs, by name."""
     frees_buffer: bool = False
+    """Whether forward frees its all-gather buffer before the next copy-out."""
 
     @property
     def gathered_nbytes(self) -> int:
@@ -161,31 +142,26 @@ class UnitPlan(Unit):
 
 @dataclass(frozen=True, kw_only=True)
 class FSDPPlan:
-    """The units of a model, or of the chunk of a pipeline stage, in forward order.
-
-    Attributes:
-        units: What FSDP shards; vision towers first.
-        replicated: Parameters that every rank holds whole (``fsdp.units``); in no unit.
-        quantized: Names of the linears whose shards are quantized (``fsdp.nf4``).
-        ignored: Names of the parameters that FSDP leaves alone.
-        wrap: ``fsdp_wrap`` without "auto".
-        why: What "auto" became, and why; "" without "auto".
-        reduce_scatter_buffers: Inputs of reduce-scatters that may live at the same time.
-        param_dtype, reduce_dtype: In which parameters are used, and gradients summed.
-        cpu_offload: Whether parameters, gradients and optimizer states stay in host memory.
-        symm_mem: Whether collectives use symmetric memory.
-    """
+    """The units of a model, or of the chunk of a pipeline stage, in forward order."""
 
     units: tuple[UnitPlan, ...]
+    """What FSDP shards; vision towers first."""
     replicated: tuple[ReplicatedPlan, ...] = ()
+    """Parameters that every rank holds whole (``fsdp.units``); in no unit."""
     quantized: tuple[str, ...] = ()
+    """Names of the linears whose shards are quantized (``fsdp.nf4``)."""
     ignored: tuple[str, ...] = ()
+    """Names of the parameters that FSDP leaves alone."""
     wrap: Wrap = "block"
+    """``fsdp_wrap`` without "auto"."""
     why: str = field(default="", compare=False)
+    """What "auto" became, and why; "" without "auto"."""
     reduce_scatter_buffers: int = 1
-    param_dtype: dtype = torch.bfloat16
-    reduce_dtype: dtype = torch.float32
+    """Inputs of reduce-scatters that may live at the same time."""
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    """In which dtypes parameters are used, and gradients summed."""
     cpu_offload: bool = False
+    """Whether parameters, gradients and optimizer states stay in host memory."""
     symm_mem: bool = False
 
     @property
@@ -218,9 +194,8 @@ class FSDPPlan:
         )
 
 
-def count_units(units: Iterable[UnitPlan]) -> str:
+def count_units(units: Sequence[UnitPlan]) -> str:
     """ "4 units in 5 groups: 1 embedding, 1 block, 1 norm, 1 head"."""
-    units = list(units)
     kinds = Counter(unit.kind.value for unit in units)
     by_kind = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     return f"{len(units)} units in {sum(len(unit.groups) for unit in units)} groups: {by_kind}"

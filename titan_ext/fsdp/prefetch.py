@@ -109,7 +109,7 @@ def set_prefetch(model: Decoder, units: Sequence[UnitPlan]) -> None:
         behind = [modules[name] for name in unit.backward_prefetch] or [module]
         module.set_modules_to_backward_prefetch(behind)
         if unit.kind in SUBMODULE_KINDS or unit.frees_buffer:
-            hook = _BeforeForward(module, unit.frees_buffer)
+            hook = functools.partial(_before_forward, module, unit.frees_buffer)
             for member in unit.modules(model):
                 member.register_forward_pre_hook(hook, prepend=True)
 
@@ -123,10 +123,8 @@ class _ForwardLists:
     the next one begins, and not before: a loss in chunks runs the head after the model.
 
     FSDP2 reshards in backward what its policy keeps gathered. So the first forward with gradients
-    after one without begins with all units sharded.
-
-    Args:
-        ahead: The units to gather while a unit runs.
+    after one without begins with all units sharded. ``ahead`` are the units to gather while a unit
+    runs.
     """
 
     def __init__(self, ahead: Mapping[FSDPModule, list[FSDPModule]]) -> None:
@@ -197,18 +195,12 @@ def hide_fsdp(modules: Iterable[nn.Module]) -> None:
                     hooks[key] = functools.partial(_out_of_sight, hook)
 
 
-@dataclass(eq=False)
-class _BeforeForward:
+@torch._dynamo.disable
+def _before_forward(module: FSDPModule, frees_buffer: bool, *_: Any) -> None:
     """Runs before FSDP2's hook, in a recompute or for a unit that frees its buffer: gathers it."""
-
-    module: FSDPModule
-    frees_buffer: bool
-
-    @torch._dynamo.disable
-    def __call__(self, member: nn.Module, args: Any) -> None:
-        if self.frees_buffer or in_backward():
-            with out_of_sight_of_checkpointing():
-                self.module.unshard()
+    if frees_buffer or in_backward():
+        with out_of_sight_of_checkpointing():
+            module.unshard()
 
 
 def _backward_order(units: Sequence[UnitPlan]) -> list[UnitPlan]:

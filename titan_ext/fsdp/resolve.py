@@ -18,6 +18,7 @@ from typing import Any
 
 import spmd_types as spmd
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims
@@ -79,8 +80,7 @@ def resolve_sharding(
         parallel_dims: Of it only the degrees and the backend are read.
         compiles_blocks: Whether blocks are compiled whole, unless the experts are a unit.
 
-    Raises:
-        ValueError: for a setting that does not fit the model, or a name that is not in it.
+    Raises ValueError for a setting that does not fit the model, or a name that is not in it.
     """
     choice = choose(model, settings, parallel_dims, nodes, compiles_blocks=compiles_blocks)
     sizes = ShardSizes.of(parallel_dims)
@@ -126,8 +126,9 @@ def resolve_sharding(
         wrap=choice.wrap,
         why=choice.why,
         reduce_scatter_buffers=choice.buffers,
-        param_dtype=settings.param_dtype,
-        reduce_dtype=settings.reduce_dtype,
+        precision=MixedPrecisionPolicy(
+            settings.param_dtype, settings.reduce_dtype, cast_forward_inputs=False
+        ),
         cpu_offload=settings.cpu_offload,
         symm_mem=settings.symm_mem,
     )
@@ -172,12 +173,8 @@ def _reshard_of(of: _Job, unit: UnitPlan, *, on_model_axis: bool) -> bool | int:
     all units only "always" frees it. An int frees the embedding: no backward would gather its
     larger shard, and FSDP2 would hold that until the next forward.
 
-    Args:
-        on_model_axis: Whether another kind of parallelism makes DTensors of its parameters: torch
-            cannot reshard those to a smaller world.
-
-    Raises:
-        ValueError: for an int that does not fit.
+    ``on_model_axis``: another kind of parallelism makes DTensors of its parameters; torch cannot
+    reshard those to a smaller world. Raises ValueError for an int that does not fit.
     """
     groups = of.settings.reshard_groups
     kind = unit.kind_name

@@ -55,10 +55,7 @@ class FSDPSettings:
 
     @classmethod
     def from_config(
-        cls,
-        parallelism: ParallelismConfig,
-        training: TrainingConfig,
-        ignored: Sequence[str] = (),
+        cls, parallelism: ParallelismConfig, training: TrainingConfig, ignored: Sequence[str] = ()
     ) -> "FSDPSettings":
         """The settings in Titan's sections, or ours. Missing keys have their defaults."""
         given: dict[str, Any] = {

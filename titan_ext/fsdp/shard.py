@@ -5,7 +5,7 @@ Source of the order of calls and of the rules for experts: torchtitan/distribute
 """
 
 import warnings
-from typing import cast
+from typing import Any, cast
 
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -38,16 +38,11 @@ def shard_decoder(
 ) -> FSDPPlan:
     """Shard a Titan decoder and its vision towers with FSDP2, in place, and nothing else.
 
-    Args:
-        model: The decoder or pipeline chunk, after tensor and expert parallelism, activation
-            checkpointing and compile.
+    ``model`` is a decoder or pipeline chunk, after tensor and expert parallelism, activation
+    checkpointing and compile. Returns what was done with each unit, in forward order. Gradients are
+    summed, not averaged: Titan divides the loss by the global number of tokens.
 
-    Returns:
-        What was done with each unit, in forward order. Gradients are summed, not averaged: Titan
-        divides the loss by the global number of tokens.
-
-    Raises:
-        ValueError: for a setting that does not fit the model, or a name that is not in it.
+    Raises ValueError for a setting that does not fit the model, or a name that is not in it.
     """
     nodes = Nodes.agreed()
     plan = resolve_sharding(model, settings or FSDPSettings(), parallel_dims, nodes)
@@ -92,12 +87,13 @@ def _fully_shard(model: Decoder, plan: FSDPPlan, meshes: FSDPMeshes) -> None:
     """The calls of ``fully_shard``, innermost modules first."""
     _ignore_view_warning(model)
     # Before the root, which takes every parameter that is in no unit yet.
+    precision: Any = plan.precision
     for tower in (unit for unit in plan.units if unit.kind is UnitKind.VISION):
         apply_fsdp_to_vision_encoder(
             model.get_submodule(tower.name),
             meshes.dense,
-            plan.param_dtype,
-            plan.reduce_dtype,
+            precision.param_dtype,
+            precision.reduce_dtype,
             reshard_after_forward_policy="always" if tower.reshard_after_forward else "never",
             dp_mesh_dims=meshes.dense_axes,
         )

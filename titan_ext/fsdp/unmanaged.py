@@ -7,7 +7,7 @@ copies then drift apart without an error. The model's first forward refuses such
 training loop.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 import spmd_types as spmd
 import torch.nn as nn
@@ -61,14 +61,14 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
     """
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return []
-    managed = set(_managed_places(model))
-    # Those that stand in for shards now: a pipeline schedule gathers before the first forward.
-    gathered = {
-        id(param._unsharded_param)
-        for group in param_groups(model.modules())
-        for param in group.fsdp_params
-        if hasattr(param, "_unsharded_param")
-    }
+    managed, gathered = set[tuple[nn.Module, str]](), set[int]()
+    for param in (param for group in param_groups(model.modules()) for param in group.fsdp_params):
+        # The modules and attributes on which FSDPParam.to_sharded sets its tensors; tied ones too.
+        info = param._module_info
+        managed.add((info.module, info.param_name))
+        managed.update(zip(info.shared_modules, info.shared_param_names, strict=True))
+        # It stands in for a shard now: a pipeline schedule gathers before the first forward.
+        gathered.add(id(getattr(param, "_unsharded_param", None)))
     plan = plan_of(model)
     ignored = plan.ignored if plan else ()
     found = []
@@ -83,16 +83,6 @@ def unmanaged_parameters(model: nn.Module) -> list[str]:
             if is_unmanaged:
                 found.append(full_name)
     return found
-
-
-def _managed_places(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Module and attribute of every parameter that FSDP2 swaps; tied ones once per module."""
-    for group in param_groups(model.modules()):
-        for param in group.fsdp_params:
-            # The modules and attributes on which FSDPParam.to_sharded sets its tensors.
-            info = param._module_info
-            yield info.module, info.param_name
-            yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def replicate_undeclared(
@@ -119,13 +109,8 @@ def replicate_undeclared(
                 "parallelism treats it; give its module one (docs/your_model.md), or use FSDP "
                 "and pipelines alone."
             )
-        _annotate_replicated(module, parallel_dims)
-
-
-def _annotate_replicated(module: nn.Module, parallel_dims: ParallelDims) -> None:
-    layout = dense_param_placement(tp=spmd.R)
-    mesh = mesh_with_axes(parallel_dims, [axis.value for axis in layout.axes()])
-    with set_current_spmd_mesh(mesh):
-        for param in module.parameters(recurse=False):
-            if not has_local_type(param):
-                spmd.assert_type(param, layout.axis_types, layout.partition_spec)
+        layout = dense_param_placement(tp=spmd.R)
+        with set_current_spmd_mesh(mesh_with_axes(parallel_dims, [x.value for x in layout.axes()])):
+            for param in module.parameters(recurse=False):
+                if not has_local_type(param):
+                    spmd.assert_type(param, layout.axis_types, layout.partition_spec)

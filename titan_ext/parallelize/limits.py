@@ -160,9 +160,10 @@ def _wrong_experts(config: Any, shard: int) -> Iterator[str]:
     for what, whole in to_divide.items():
         if whole % experts:
             common = math.gcd(*to_divide.values())
+            divisors = [n for n in range(1, common + 1) if common % n == 0]
             yield (
                 f"parallelism.{_EXPERT} is {experts}; it has to divide {whole}, {what}; expected "
-                f"{'one of ' if common > 1 else ''}{and_more(_divisors(common), limit=12)}."
+                f"{'one of ' if common > 1 else ''}{and_more(divisors, limit=12)}."
             )
             break
     of = replace(parallelism, data_parallel_shard_degree=shard)
@@ -193,10 +194,6 @@ def _wrong_expert_shards(config: Any, moe: MoE.Config, dims: ParallelDims) -> It
         f"FSDP shards dim 1 of their weights, {why}; expected another one, or copies of fewer "
         "ranks: data_parallel_replicate_degree > 1."
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def wrong_schedule(

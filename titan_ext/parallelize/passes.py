@@ -24,7 +24,7 @@ from titan_ext.fsdp.prefetch import hide_fsdp
 from titan_ext.fsdp.shard import shard
 from titan_ext.fsdp.units import before_first_forward, decoder_blocks
 from titan_ext.fsdp.unmanaged import refuse_fsdp1
-from titan_ext.parallelize.recipe import Recipe, resolve
+from titan_ext.parallelize.recipe import resolve
 
 
 def parallelize(
@@ -52,8 +52,8 @@ def parallelize(
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises (docs/lora.md).
 
-    Raises:
-        ValueError: for a configuration that titan_ext does not serve, or a module that FSDP1 wraps.
+    Raises ValueError for a configuration that titan_ext does not serve, or a module that FSDP1
+    wraps.
     """
     refuse_fsdp1(model)
     recipe = resolve(
@@ -68,22 +68,9 @@ def parallelize(
     )
     for note in recipe.notes:
         logger.info(note)
-    folder = dump_folder if leaves_files(parallel_dims) else ""
-    apply_recipe(model, recipe, parallel_dims, dump_folder=folder, skip_dp=skip_dp)
-    return model
-
-
-def apply_recipe(
-    model: Decoder,
-    recipe: Recipe,
-    parallel_dims: ParallelDims,
-    *,
-    dump_folder: str = "",
-    skip_dp: bool = False,
-) -> None:
-    """Do with ``model`` what ``recipe`` says, and decide nothing."""
-    # On this chunk alone: Titan deep-copies the whole model for each stage of a pipeline, before
-    # it calls us (torchtitan/distributed/pipeline_parallel.py).
+    # The rest does what the recipe says, and decides nothing. The recipe is this chunk's alone:
+    # Titan deep-copies the whole model for each stage of a pipeline, before it calls us
+    # (torchtitan/distributed/pipeline_parallel.py).
     model.__dict__["_recipe"] = recipe
     before_first_forward(model, lambda: _refuse_threads(model))
 
@@ -111,7 +98,7 @@ def apply_recipe(
     units, compiled = recipe.fsdp.decoder_units, recipe.compile
     if compiled is not None:
         make_pieces(model, units)
-    policy = recipe.checkpointing.build(dump_folder)
+    policy = recipe.checkpointing.build(dump_folder if leaves_files(parallel_dims) else "")
     if policy is not None:
         checkpoint_blocks(model, policy, units, compiled=compiled is not None)
 
@@ -121,11 +108,12 @@ def apply_recipe(
 
     # FSDP last, around what the others made of the modules.
     if skip_dp:
-        return
+        return model
     shard(model, recipe.fsdp, parallel_dims)
     hide_fsdp(model.modules())
     # Scales are made from shards: after FSDP, ahead of its first hook.
     make_scales_together(model)
+    return model
 
 
 def _refuse_threads(model: Decoder) -> None:

@@ -52,27 +52,22 @@ _WAIT = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """The outputs of one operation; the first node of a graph is the input of the block.
-
-    Attributes:
-        ms: To run it again.
-        nbytes: To save it exactly; ``float8_nbytes``: in float8, with what stays exact of it.
-        codec_ms: To write and read it in float8.
-        policies: What it can have.
-        reads: The nodes whose values it reads.
-        passes: Whether backward needs none of the values that it reads, as for a sum.
-        is_read: Whether backward reads what it makes, or may by the rules of ``discards``.
-        is_attention: Whether it is the attention operation.
-    """
+    """The outputs of one operation; the first node of a graph is the input of the block."""
 
     ms: float = 0.0
+    """To run it again."""
     nbytes: int = 0
+    """To save it exactly; ``float8_nbytes``: in float8, with what stays exact of it."""
     float8_nbytes: int = 0
     codec_ms: float = 0.0
+    """To write and read it in float8."""
     policies: frozenset[OpPolicy] = frozenset(CHOICES)
     reads: frozenset[int] = frozenset()
+    """The nodes whose values it reads."""
     passes: bool = False
+    """Whether backward needs none of the values that it reads, as for a sum."""
     is_read: bool = False
+    """Whether backward reads what it makes, or may by the rules of ``discards``."""
     is_attention: bool = False
 
     def price(self, policy: OpPolicy) -> tuple[int, float]:
@@ -103,17 +98,14 @@ class Call:
 
 @dataclass(frozen=True)
 class BlockGraph:
-    """One kind of block.
-
-    Attributes:
-        nodes: In the order in which they were made.
-        calls: Every operation, in order.
-        none_nbytes: What the block holds without checkpointing.
-    """
+    """One kind of block."""
 
     nodes: tuple[Node, ...]
+    """In the order in which they were made."""
     calls: tuple[Call, ...]
+    """Every operation, in order."""
     none_nbytes: int
+    """What the block holds without checkpointing."""
 
     def chosen_by(self, policies: BlockPolicies) -> list[OpPolicy]:
         """The policy of each node under the policies of a block, a preset's for example.
@@ -178,11 +170,7 @@ class BlockGraph:
 
 @contextlib.contextmanager
 def trace(
-    block: nn.Module,
-    rates: Machine,
-    *,
-    exempt: tuple[str, ...] = (),
-    name: str = "",
+    block: nn.Module, rates: Machine, *, exempt: tuple[str, ...] = (), name: str = ""
 ) -> Iterator[list[BlockGraph]]:
     """Trace the first forward of ``block`` inside this context; the list then has its graph.
 
@@ -267,7 +255,12 @@ class _Tracer(TorchDispatchMode):
         calls = []
         kept: dict[int, int] = {}
         looked_at: set[int] = set()
-        overwritten = self._overwritten()
+        # Storages that an operation of the block writes to: torch would write again to a copy.
+        overwritten = {
+            storage
+            for call in self._calls
+            for storage in storage_ids(written(call.func, call.args, call.kwargs))
+        }
         for call, entries in zip(self._calls, self._entries, strict=True):
             given = set(storage_ids((call.args, call.kwargs)))
             known = {*makers, *given}
@@ -312,14 +305,6 @@ class _Tracer(TorchDispatchMode):
         ]
         none = sum(nbytes for storage, nbytes in kept.items() if storage in self._saved)
         return BlockGraph(tuple(nodes), tuple(calls), none)
-
-    def _overwritten(self) -> set[int]:
-        """Storages that an operation of the block writes to: torch would write again to a copy."""
-        return {
-            storage
-            for call in self._calls
-            for storage in storage_ids(written(call.func, call.args, call.kwargs))
-        }
 
     def _policies(self, call: Call, policies: frozenset[OpPolicy]) -> frozenset[OpPolicy]:
         """Those of ``policies`` that an operation can have for what it is.

@@ -118,10 +118,7 @@ class TracedBlocks:
             for name, block in (x for part in run.model_parts for x in _layers(part)):
                 if (kind := self._kind(block, name)) not in found:
                     graphs = trace(
-                        block,
-                        self._rates,
-                        exempt=tuple(self.settings.exempt),
-                        name=name,
+                        block, self._rates, exempt=tuple(self.settings.exempt), name=name
                     )
                     found[kind] = _Blocks(name, block, stack.enter_context(graphs))
                 times = stands_for(int(name.rpartition(".")[2]))

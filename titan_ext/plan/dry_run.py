@@ -475,10 +475,7 @@ def _others(config: Trainer.Config) -> Iterator[How]:
         "training": replace(config.training, disable_cuda_graphs=False),
     }
     for names in (("compile",), ("training",), ("compile", "training")):
-        with (
-            contextlib.suppress(ValueError),
-            no_accelerator.as_with_an_accelerator(),
-        ):
+        with contextlib.suppress(ValueError), no_accelerator.as_with_an_accelerator():
             yield _how(replace(config, **{name: sections[name] for name in names}))
 
 

@@ -89,11 +89,7 @@ class Host:
 
 
 def solve(
-    kinds: Sequence[BlockKind],
-    budget: int,
-    *,
-    rule_ms: float = 0.0,
-    host: Host | None = None,
+    kinds: Sequence[BlockKind], budget: int, *, rule_ms: float = 0.0, host: Host | None = None
 ) -> Solution:
     """The policies with the least milliseconds of recompute and codec.
 
