@@ -74,7 +74,6 @@ def build_decoder(
         spec: A fresh model spec, from a Titan ``model_registry`` function; ours or Titan's.
         parallelism: Degrees and backend; pipeline parallelism needs Titan's trainer.
         training: ``dtype``, ``mixed_precision_*`` and ``enable_cpu_offload`` are read.
-        ac_config: An activation checkpointing policy, or None.
         ignored: As ``parallelize`` takes it.
 
     Returns:

@@ -5,7 +5,7 @@
 ``titan_ext show NAME [Titan flags]`` prints that.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,14 +52,10 @@ class Resolved:
     def lines(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, str]]:
         """Key, value and origins, as in a TOML file, of the lines with an origin that is wanted."""
 
-        def origins(keys: Iterable[str]) -> dict[str, None]:
-            return dict.fromkeys(self.origins[key] for key in keys)
-
-        def base_has(keys: Iterable[str]) -> bool:
-            return self.base in origins(keys)
-
-        for key, value, keys in lines_of(self.config, self.model, base_has):
-            found = origins(keys)
+        for key, value, keys in lines_of(
+            self.config, self.model, lambda keys: self.base in map(self.origins.get, keys)
+        ):
+            found = dict.fromkeys(self.origins[key] for key in keys)
             if any(map(wanted, found)):
                 yield key, to_toml(value), ", ".join(found)
 

@@ -79,7 +79,14 @@ class FSDPSettings:
         _check_names(REPLICATE, self.replicate)
         _check_names(QUANTIZE_FROZEN, self.quantize_frozen)
         for key, value in self.reshard_by_key.items():
-            _check_reshard(key, value)
+            is_name = isinstance(value, str) and value in _RESHARD_NAMES
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if not (is_name or is_number):
+                raise ValueError(
+                    f"{key} is {value!r}; expected one of {', '.join(_RESHARD_NAMES)}, or the "
+                    "number of ranks (at least 1) over which to reshard"
+                    f"{did_you_mean(value, _RESHARD_NAMES)}"
+                )
         if self.quantize_frozen:
             self._check_quantize_frozen()
         if self.expert_reduce_scatter not in (None, "bfloat16"):
@@ -143,17 +150,6 @@ class FSDPSettings:
 def read_reshard(text: str) -> str | int:
     """Parse a reshard setting of the command line: a number of ranks, or a name."""
     return int(text) if text.isdecimal() else text
-
-
-def _check_reshard(key: str, value: object) -> None:
-    if value in _RESHARD_NAMES and isinstance(value, str):
-        return
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return
-    raise ValueError(
-        f"{key} is {value!r}; expected one of {', '.join(_RESHARD_NAMES)}, or the number of ranks "
-        f"(at least 1) over which to reshard{did_you_mean(value, _RESHARD_NAMES)}"
-    )
 
 
 def _check_names(key: str, names: Iterable[object]) -> None:

@@ -47,7 +47,6 @@ def parallelize(
     Args:
         model: The decoder on the meta device; it is returned.
         parallelism: Titan's section, or ours with ``fsdp_wrap``.
-        ac_config: An activation checkpointing policy, or None.
         skip_dp: Stop before FSDP; Titan's inference callers pass it.
         ignored: Patterns for names of parameters, or of modules, that FSDP neither shards nor
             synchronises (docs/lora.md).

@@ -412,8 +412,6 @@ def dry_run(
 
     Args:
         config: It is changed.
-        ranks: Of the job.
-        rank: The one to be.
         memory: Plan the memory, too, and hold it against these bytes of a device.
         machine: Time the step, too, on this one, as ``machine_of`` takes it.
         as_on_a_gpu: With the kernels of a GPU; a CPU's otherwise.

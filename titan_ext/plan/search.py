@@ -181,7 +181,6 @@ def with_best_checkpointing(
     Args:
         room: A first guess of what the blocks may hold.
         solve: The best checkpointing for a budget, or the smallest if none is as small.
-        plan: A step with one.
         at_most: Microseconds of a token, of the best candidate: no larger budget is planned that
             would take more, nor a third one where one fits.
     """

@@ -172,10 +172,7 @@ class StepClock:
     over.
 
     Args:
-        parts: The models of this rank.
         live: Tells of the operations, and at which phase of the step they are.
-        machine: Whose rates.
-        how: How the job runs.
         others: Other ways to run it, which are timed where the host is late.
         buffer: The one that tokens arrive in, where it is never full.
     """
