@@ -44,6 +44,7 @@ Other differences need no patch:
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import platform
 import re
@@ -184,16 +185,12 @@ def as_with_an_accelerator(capability: tuple[str, int, int] | None = None) -> It
 
     answers = {"has_cuda_capability": found("sm"), "has_rocm_capability": found("gfx")}
     modules = [importlib.import_module(name) for name in (titan_utils.__name__, *_ASK_THE_DEVICE)]
-    before = [(x, name, getattr(x, name)) for x in modules for name in answers if hasattr(x, name)]
-    token = _adapts.set(False)
-    try:
-        for module, name, _ in before:
-            setattr(module, name, answers[name])
+    with contextlib.ExitStack() as stack:
+        stack.callback(_adapts.reset, _adapts.set(False))
+        for module, name in itertools.product(modules, answers):
+            if hasattr(module, name):
+                stack.enter_context(mock.patch.object(module, name, answers[name]))
         yield
-    finally:
-        _adapts.reset(token)
-        for module, name, its_own in before:
-            setattr(module, name, its_own)
 
 
 def adapts() -> bool:

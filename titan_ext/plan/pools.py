@@ -22,7 +22,6 @@ Inductor does not fuse, though it could, are not known here.
 import functools
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -151,21 +150,13 @@ def component_of(region: str) -> str:
     return "loss" if region == "loss" else "model" if region.startswith("layers.") else ""
 
 
-class _Use(NamedTuple):
+class _Op(NamedTuple):
     at: int
     """Count of the events before it."""
     region: str
     is_fusible: bool
     in_backward: bool
-
-
-@dataclass(slots=True)
-class _Made:
-    region: str
-    is_fusible: bool
-    in_backward: bool
     inputs: Sequence[int]
-    uses: list[_Use] = field(default_factory=list)
 
 
 class Fusion:
@@ -175,8 +166,9 @@ class Fusion:
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, _Op] = {}
         """By operations that a compiler may change."""
+        self._uses: dict[int, list[_Op]] = {}
 
     def see(
         self,
@@ -189,13 +181,12 @@ class Fusion:
         made: Sequence[int],
     ) -> None:
         """Note an operation of ``region``: a block, its backward, the loss, or "" if eager."""
-        fusible = bool(region) and is_fusible(func)
-        for storage in read:
-            if (one := self._made.get(storage)) is not None:
-                one.uses.append(_Use(at, region, fusible, in_backward))
-        if fusible or (region and not in_backward and func.namespace == "aten"):
+        op = _Op(at, region, bool(region) and is_fusible(func), in_backward, tuple(read))
+        for storage in self._uses.keys() & read:
+            self._uses[storage].append(op)
+        if op.is_fusible or (region and not in_backward and func.namespace == "aten"):
             for storage in made:
-                self._made[storage] = _Made(region, fusible, in_backward, tuple(read))
+                self._made[storage], self._uses[storage] = op, []
 
     def apply(
         self, events: Sequence[Event], compiled: Collection[str]
@@ -220,32 +211,32 @@ class Fusion:
             if event.storage not in (gone if event.nbytes else freed):
                 yield at, event
 
-    def _last_use(self, storage: int, made: _Made, end: dict[int, int]) -> int | None:
+    def _last_use(self, storage: int, made: _Op, end: dict[int, int]) -> int | None:
         """Place where it can be freed; -1 if it never exists; None if it is as in eager mode."""
+        uses = self._uses[storage]
         if not made.is_fusible:
-            read_later = storage not in end or any(use.in_backward for use in made.uses)
-            return None if read_later or not made.uses else made.uses[-1].at + 1
+            read_later = storage not in end or any(use.in_backward for use in uses)
+            return None if read_later or not uses else uses[-1].at + 1
         # Uses that a compiled region of its own would have: not those of its backward.
-        here = [use for use in made.uses if made.in_backward or not use.in_backward]
+        here = [use for use in uses if made.in_backward or not use.in_backward]
         if storage not in end or any(use.region != made.region for use in here):
             return None
-        later = [use for use in made.uses if use.in_backward and not made.in_backward]
+        later = [use for use in uses if use.in_backward and not made.in_backward]
         if later and not (
             all(use.is_fusible for use in later)
             and self._can_be_made_again(made, later[-1].at, end)
         ):
             return None
-        solid = [use.at for use in made.uses if not use.is_fusible]
+        solid = [use.at for use in uses if not use.is_fusible]
         if not solid:
             return -1
         return solid[-1] + 1 if later else None
 
-    def _can_be_made_again(self, made: _Made, at: int, end: dict[int, int]) -> bool:
+    def _can_be_made_again(self, made: _Op, at: int, end: dict[int, int]) -> bool:
         """True if all its inputs are there at ``at``, or can be made again."""
-        for storage in made.inputs:
-            one = self._made.get(storage)
-            if end.get(storage, at + 1) < at and not (
-                one is not None and one.is_fusible and self._can_be_made_again(one, at, end)
-            ):
-                return False
-        return True
+        gone = [storage for storage in made.inputs if end.get(storage, at + 1) < at]
+        makers = [self._made.get(storage) for storage in gone]
+        return all(
+            one is not None and one.is_fusible and self._can_be_made_again(one, at, end)
+            for one in makers
+        )
