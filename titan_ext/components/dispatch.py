@@ -87,7 +87,6 @@ class FunctionalAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         self._sends_scores = config.sends_scores
 
     def dispatch(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Do what Titan's does."""
         if self._stopwatch is not None and self.ep_mesh is not None:
             self._stopwatch.worst = len(args[0]) * most_rows_of_token(self)
         in_steps = self._in_half or self.sends_float8 or self.sends_once
@@ -422,7 +421,6 @@ class CountedHybridEPTokenDispatcher(HybridEPTokenDispatcher):
         self.rows = torch.zeros(3, dtype=torch.int64, device=titan_utils.device_type)
 
     def dispatch(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
-        """Do what Titan's does."""
         routed_RD, counts_e, metadata = super().dispatch(
             x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E
         )

@@ -51,7 +51,6 @@ class Resolved:
 
     def lines(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, str, str]]:
         """Key, value and origins, as in a TOML file, of the lines with an origin that is wanted."""
-
         for key, value, keys in lines_of(
             self.config, self.model, lambda keys: self.base in map(self.origins.get, keys)
         ):

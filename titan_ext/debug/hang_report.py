@@ -37,7 +37,6 @@ class Note(NamedTuple):
 
     @classmethod
     def read_all(cls, path: Path) -> Iterator["Note"]:
-        """A rank's notes."""
         for line in path.read_text().replace("\0", "").split("\n")[:-1]:
             group, at, order, index, words = line.rstrip(" ").split("\t")
             yield cls(group, int(at), int(order), int(index), words)

@@ -23,7 +23,6 @@ from titan_ext.fsdp.units import before_first_forward
 
 def quantize_at_first_forward(model: nn.Module, linears: Sequence[str]) -> None:
     """Quantize the weights of ``linears`` when ``model`` first runs forward, before FSDP does."""
-
     modules: dict[str, Any] = {name: model.get_submodule(name) for name in linears}
 
     def quantize() -> None:

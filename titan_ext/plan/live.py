@@ -206,7 +206,6 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def peak(self) -> Peak:
-        """The peak of the step."""
         return Peak.of(self.phases)
 
     @property
@@ -321,8 +320,6 @@ class LiveBytes(TorchDispatchMode):
             return MemoryKind.LOSS
         return MemoryKind.EXACT if self._depth and not in_backward() else MemoryKind.TEMPORARY
 
-    # -- storages
-
     def _see(self, tensor: torch.Tensor, kind: MemoryKind) -> _Storage:
         """The storage of ``tensor``, with its size now; a new one is of ``kind``."""
         untyped = tensor.untyped_storage()
@@ -376,8 +373,6 @@ class LiveBytes(TorchDispatchMode):
             assert ref is not None
             if (untyped := ref()) is not None and untyped.nbytes() != self._live[key].nbytes:
                 self._resize(key, untyped.nbytes())
-
-    # -- phases
 
     def _at_gradients(self, values: Any, then: Callable[[torch.Tensor], None]) -> None:
         for tensor in tensors_in(values):

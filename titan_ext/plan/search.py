@@ -67,9 +67,6 @@ _SEEN = 0.01
 _HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
 
 
-# -- a candidate, planned in a fork
-
-
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
     """A solved activation checkpointing."""
@@ -354,9 +351,6 @@ class Job:
 def degrees(keys: Keys, *_: Any) -> Any:
     """The degrees of a candidate, which all calls that one fork makes have in common."""
     return frozenset(item for item in keys.items() if item[0].endswith("_degree"))
-
-
-# -- the search
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,6 @@ class Streams:
                 self._next.setdefault(queue, []).append((item, why))
 
     def add(self, queue: Hashable, work: Work) -> Item:
-        """Give ``work`` to ``queue``."""
         if (waits := self._next.pop(queue, None)) is not None:
             work.after += tuple(waits)
         items = self.queues.setdefault(queue, [])

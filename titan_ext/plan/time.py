@@ -305,8 +305,6 @@ class StepClock:
             for tensor in tensors_in(out):
                 self._buffer(tensor, made_on=stream)
 
-    # -- what runs
-
     def _add(
         self, queue: Any, category: Category, ms: float, kernel: str = "", **on_link: Any
     ) -> Item:
@@ -439,8 +437,6 @@ class StepClock:
             return Category.FORWARD
         # Backward runs without gradients, but for the recompute.
         return Category.RECOMPUTE if self._depth or torch.is_grad_enabled() else Category.BACKWARD
-
-    # -- what queues share
 
     def _wait_for(self, queue: Any, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -135,7 +135,6 @@ class PaceMonitor:
         logger.warning(warning)
 
     def take(self, step: int, faults: Mapping[str, str]) -> None:
-        """Add the faults of ``step``."""
         found = {about for about in faults if about != _EXPERTS or step > self.trained_after}
         self._recent.append(found)
         for about in found - self._known:

@@ -284,9 +284,6 @@ def _refusal(hint: Any, value: Any, error: ValidationError, at: KeyLocation) -> 
     return at.error(f"expected {' or '.join(expected)}, got {to_toml(value)}{end}")
 
 
-# -- the way back
-
-
 def dump(config: Any) -> str:
     """A TOML file with every value of a trainer's config.
 

@@ -169,9 +169,6 @@ def check_new_file(path: Path) -> None:
         raise ValueError(f"{path} exists; choose another name, or edit it.")
 
 
-# -- from a name to files
-
-
 class Chain(NamedTuple):
     """A config function, and the files that change its config in turn."""
 
@@ -300,9 +297,6 @@ def extends_in(folder: Path, config: str) -> str:
     return found.name if is_shipped else os.path.relpath(found, folder)
 
 
-# -- what a file names
-
-
 def import_first(what: str, names: Iterable[str], at: KeyLocation) -> ModuleType | None:
     """The first of the modules ``names`` that exists, ``what`` in messages; None if none does.
 
@@ -332,7 +326,6 @@ def import_dotted(path: Any, at: KeyLocation) -> Any:
 
 
 def named_in(module: ModuleType, name: str, at: KeyLocation) -> Any:
-    """What is called ``name`` in a module."""
     if not hasattr(module, name):
         known = [known for known in dir(module) if known[0] != "_"]
         raise at.error(f"{module.__name__} has no {name}{did_you_mean(name, known)}")
