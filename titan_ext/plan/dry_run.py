@@ -98,7 +98,19 @@ class DryRun(Trainer):
         assert spec is not None
         is_pipelined = config.parallelism.pipeline_parallel_degree > 1 and spec.pipelining_fn
         name = "pipelining_fn" if is_pipelined else "parallelize_fn"  # one calls the other
-        functions: dict[str, Any] = {name: self._then_fake(getattr(spec, name))}
+        parallelize: Callable[..., Any] = getattr(spec, name)
+
+        def then_fake(model: nn.Module, **arguments: Any) -> Any:
+            # Before it nothing has a size: the model is on the meta device. Meshes need real
+            # tensors. After it no weight is initialised.
+            self.model_parameters = sum(p.numel() for p in model.parameters())
+            result = parallelize(model, **{**arguments, "dump_folder": ""})  # policies write there
+            for part in result[1] if isinstance(result, tuple) else [result]:
+                part.init_weights = lambda **_: None  # torch's initialisers look at values
+            self._building.enter_context(self.fake)
+            return result
+
+        functions: dict[str, Any] = {name: then_fake}
         return replace(
             config,
             model_spec=replace(spec, **functions),
@@ -109,22 +121,6 @@ class DryRun(Trainer):
             validator=replace(config.validator, enable=False),
             debug=replace(config.debug, print_config=False, save_config_file=None),
         )
-
-    def _then_fake(self, parallelize: Callable[..., Any]) -> Callable[..., Any]:
-        """``parallelize``, after which every tensor is fake and no weight is initialised.
-
-        Before it nothing has a size: the model is on the meta device. Meshes need real tensors.
-        """
-
-        def sharded(model: nn.Module, **arguments: Any) -> Any:
-            self.model_parameters = sum(p.numel() for p in model.parameters())
-            result = parallelize(model, **{**arguments, "dump_folder": ""})  # policies write there
-            for part in result[1] if isinstance(result, tuple) else [result]:
-                part.init_weights = lambda **_: None  # torch's initialisers look at values
-            self._building.enter_context(self.fake)
-            return result
-
-        return sharded
 
     def init_distributed(self) -> ParallelDims:
         self.device = torch.device("cpu")  # not "cpu:0": to a fake tensor that is another device

@@ -18,7 +18,7 @@ import re
 import shutil
 import zipfile
 from collections import ChainMap, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -344,7 +344,11 @@ def _check_resume(trainer: Trainer) -> None:
     folder, model_only = found
     if not model_only:
         saved = FileSystemReader(folder).read_metadata().state_dict_metadata
-        _check_states(trainer.config, folder, saved)
+        sections = {name.partition(".")[0] for name in saved}
+        unread = trainer.config.checkpoint.exclude_from_loading
+        if missing := sorted(set(STATES) - sections - set(unread)):
+            kind = "the model only" if len(missing) == len(STATES) else f"no {', '.join(missing)}"
+            raise _nothing_to_resume(folder, kind)
         _check_data(trainer, folder)
 
 
@@ -367,15 +371,6 @@ def _check_cut_off(own: Path, found: Path | None) -> None:
             "dump_folder, or here once these folders are moved away."
         )
     logger.warning(f"passed over {why}. Training resumes from step-{step}.")
-
-
-def _check_states(config: Trainer.Config, folder: Path, saved: Iterable[str]) -> None:
-    sections = {name.partition(".")[0] for name in saved}
-    missing = sorted(set(STATES) - sections - set(config.checkpoint.exclude_from_loading))
-    if not missing:
-        return
-    kind = "the model only" if len(missing) == len(STATES) else f"no {', '.join(missing)}"
-    raise _nothing_to_resume(folder, kind)
 
 
 def _nothing_to_resume(folder: Path, kind: str, flags: str = "") -> ValueError:
