@@ -7,8 +7,6 @@ the best candidate so far, and goes on from the fastest that fits if that saves 
 It ends when no move has helped since the last change. Moves of a few keys come before those of
 degrees and batches, so that other degrees are held against these ones at their best.
 
-A move saves at most the categories of time that it shortens, and what the bytes that it frees are
-worth to the recompute. One that acts on little is passed over.
 
 Checkpointing is no coordinate: each candidate has the best one for itself. The solver finds it for
 the room that a step leaves, as the plan of the best candidate has it, and then its own plan. In the

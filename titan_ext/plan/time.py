@@ -6,8 +6,7 @@ goes to a queue, one for each stream and communicator. An operation starts when 
 free and what it reads is there, and takes what ``op_cost`` says. All collectives of a rank share
 two links, within its node and to others (``streams``). So it times every policy, layout and
 schedule that trains, and no formula repeats what they do. Kernels are ideal: nothing here knows of
-gaps between them, of a slow host, or of neighbours that are late. One rank is all that a dry run
-sees: every stage of a pipeline is taken to be as long as its own, and sending to take no time.
+gaps between them, of a slow host, of neighbours that are late, or of other stages (``schedules``).
 
 ``titan_ext dry-run --machine h100`` prints ``StepTime.table``.
 """
