@@ -31,12 +31,14 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult]
 class FSDPMeshes:
     """Meshes for dense parameters and, when EP > 1, for routed experts. They exist at size 1 too.
 
-    ``*_axes`` names the data-parallel axes of the mesh; None where the mesh has no others.
+    Each with its data-parallel axes by name; None where the mesh has no others.
     """
 
     def __init__(self, parallel_dims: ParallelDims) -> None:
         self.dense, self.dense_axes = dense_mesh(parallel_dims)
-        self.experts, self.experts_axes = experts_mesh(parallel_dims)
+        self._of: dict[GroupKind, tuple[Any, Any]] = {"dense": (self.dense, self.dense_axes)}
+        if parallel_dims.ep_enabled:
+            self._of["experts"] = experts_mesh(parallel_dims)
 
     def arguments(self, plan: FSDPPlan) -> dict[str, Any]:
         """Keyword arguments of ``fully_shard`` that are the same for all units of a model.
@@ -56,10 +58,7 @@ class FSDPMeshes:
 
         ``arguments`` are ``mp_policy``, ``offload_policy`` and ``ignored_params``.
         """
-        mesh, axes = self.dense, self.dense_axes
-        if kind == "experts":
-            assert self.experts is not None, "only expert parallelism makes groups of experts"
-            mesh, axes = self.experts, self.experts_axes
+        mesh, axes = self._of[kind]
         # Without names of axes fully_shard shards over any mesh (_get_mesh_info); torch's private
         # replicate does not. With names fully_shard replicates over the axes that are named so.
         if axes is None:
@@ -86,7 +85,7 @@ class FSDPMeshes:
         In one order on all ranks: torch names such a group by how many were made before it, too
         (``_hash_ranks_to_str`` in distributed_c10d.py), and the ranks meet by that name.
         """
-        infos = [self._dense_info, *([self._experts_info] if self.experts is not None else [])]
+        infos = self._infos.values()
         of_infos = (tuple(dist.get_process_group_ranks(i.shard_process_group)) for i in infos)
         return {
             ranks: cast(
@@ -112,25 +111,16 @@ class FSDPMeshes:
 
         def place(param: nn.Parameter) -> Shard | ShardPlacementResult:
             kind, shard = planned[param]
-            if self.experts is None:
+            if "experts" not in self._of:
                 return shard
-            info = self._experts_info if kind == "experts" else self._dense_info
-            return ShardPlacementResult(placement=shard, mesh_info=info)
+            return ShardPlacementResult(placement=shard, mesh_info=self._infos[kind])
 
         return place
 
-    # Cached: FSDP2 requires parameters of one process group to share the object.
+    # Cached: FSDP2 requires parameters of one process group to share the object. Private, as in
+    # Titan's apply_fsdp_to_decoder: a ShardPlacementResult takes this object, no mesh.
     @cached_property
-    def _dense_info(self) -> FSDPMeshInfo:
-        return _mesh_info(self.dense, self.dense_axes)
-
-    @cached_property
-    def _experts_info(self) -> FSDPMeshInfo:
-        return _mesh_info(self.experts, self.experts_axes)
-
-
-# Private, as in Titan's apply_fsdp_to_decoder: a ShardPlacementResult takes this object, no mesh.
-def _mesh_info(mesh: Any, axes: DataParallelMeshDims | None) -> FSDPMeshInfo:
-    info = _get_mesh_info(mesh, axes)
-    assert isinstance(info, FSDPMeshInfo), "the FSDP mesh always has a shard axis"
-    return info
+    def _infos(self) -> dict[GroupKind, FSDPMeshInfo]:
+        found: Any = {kind: _get_mesh_info(mesh, axes) for kind, (mesh, axes) in self._of.items()}
+        assert all(isinstance(x, FSDPMeshInfo) for x in found.values()), "there is a shard axis"
+        return found

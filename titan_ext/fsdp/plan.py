@@ -204,8 +204,3 @@ def count_units(units: Sequence[UnitPlan]) -> str:
 def plan_of(model: nn.Module) -> FSDPPlan | None:
     """The plan by which FSDP sharded a model; None if titan_ext has not sharded it."""
     return cast(Any, model).__dict__.get("_fsdp_plan")
-
-
-def set_plan(model: nn.Module, plan: FSDPPlan) -> None:
-    """Let ``plan_of`` find the plan as long as the model lives."""
-    model.__dict__["_fsdp_plan"] = plan

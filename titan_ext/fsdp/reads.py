@@ -96,15 +96,10 @@ class _Shard(DTensor):
             self._refuse()
         return super().to_local(*args, **kwargs)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> Any:
+    def redistribute(self, *args: Any, **kwargs: Any) -> Any:  # full_tensor() calls it, too
         if torch.is_grad_enabled():
             self._refuse()
         return super().redistribute(*args, **kwargs)
-
-    def full_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            self._refuse()
-        return super().full_tensor(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

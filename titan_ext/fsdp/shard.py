@@ -18,7 +18,7 @@ from titan_ext.base.nodes import Nodes
 from titan_ext.fsdp.collectives import set_collectives
 from titan_ext.fsdp.mesh import FSDPMeshes
 from titan_ext.fsdp.nf4 import quantize_at_first_forward
-from titan_ext.fsdp.plan import FSDPPlan, count_units, set_plan
+from titan_ext.fsdp.plan import FSDPPlan, count_units
 from titan_ext.fsdp.prefetch import set_prefetch
 from titan_ext.fsdp.reads import refuse_reads_of_shards
 from titan_ext.fsdp.resolve import resolve_sharding
@@ -79,7 +79,7 @@ def shard(model: Decoder, plan: FSDPPlan, parallel_dims: ParallelDims) -> None:
     why = f", {plan.why}" if plan.why else ""
     logger.info(f"FSDP units: {plan.wrap}, {count_units(plan.decoder_units)}{why}")
     logger.info(f"FSDP plan (bytes on one rank):\n{plan.table()}")
-    set_plan(model, plan)
+    model.__dict__["_fsdp_plan"] = plan  # for ``plan_of``, as long as the model lives
     before_first_forward(model, lambda: refuse_unmanaged_parameters([model]))
 
 

@@ -44,12 +44,8 @@ def dense_mesh(parallel_dims: ParallelDims) -> tuple[DeviceMesh, DataParallelMes
     return parallel_dims.get_mesh([*_replicate(parallel_dims), "fsdp"]), None
 
 
-def experts_mesh(
-    parallel_dims: ParallelDims,
-) -> tuple[DeviceMesh | None, DataParallelMeshDims | None]:
-    """The same for routed experts; no mesh without expert parallelism."""
-    if not parallel_dims.ep_enabled:
-        return None, None
+def experts_mesh(parallel_dims: ParallelDims) -> tuple[Any, DataParallelMeshDims | None]:
+    """The same for routed experts, under expert parallelism."""
     if parallel_dims.spmd_backend == "spmd_types":
         return resolve_sparse_fsdp_mesh(parallel_dims)
     return parallel_dims.get_mesh([*_replicate(parallel_dims), EXPERT_SHARDS]), None
