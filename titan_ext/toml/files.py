@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from torchtitan import models
 from torchtitan.experiments import _supported_experiments
-from torchtitan.models import _supported_models
 
 from titan_ext.base.messages import and_more, did_you_mean, in_one
 
@@ -35,7 +35,7 @@ NONE = "None"
 """None in a file, as TOML lacks it; Titan's command line writes it the same way."""
 EXAMPLE = 'extends = "deepseek_v3.deepseek_v3_16b"'
 _MOST_NAMES_SHOWN = 12
-TITAN_MODULES = _supported_models | _supported_experiments
+TITAN_MODULES = models._supported_models | _supported_experiments
 """Short names that Titan's ``--module`` takes."""
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
@@ -197,12 +197,8 @@ def titan_configs() -> dict[str, str]:
 
     Without those of Flux, which is no decoder and has a trainer of its own.
     """
-    spec = util.find_spec("torchtitan")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
     found: dict[str, str] = {}
-    folder = Path(spec.submodule_search_locations[0])
-    for source in sorted(folder.glob("models/*/config_registry.py")):
+    for source in sorted(Path(models.__file__).parent.glob("*/config_registry.py")):
         names = re.findall(r"^def ([a-z]\w*)\(\) -> Trainer\.Config:", source.read_text(), re.M)
         found |= dict.fromkeys(names, source.parent.name)
     return found
