@@ -95,16 +95,11 @@ class _Copies:
 
 
 class TokenRows:
-    """The rows of one layer's exchanges.
-
-    Attributes:
-        ranks: Of a node.
-        sends, receives: Rows of each hop to each rank of it, and from each; known once the counts
-            have come.
-    """
+    """The rows of one layer's exchanges; ``ranks`` are those of a node."""
 
     sends: Sequence[list[int]]
     receives: Sequence[list[int]]
+    """Rows of each hop to each rank of it, and from each; known once the counts have come."""
 
     def __init__(
         self, scores_TK: torch.Tensor, ids_TK: torch.Tensor, hops: Hops, experts: int

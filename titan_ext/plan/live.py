@@ -123,13 +123,6 @@ class LiveBytes(TorchDispatchMode):
         compiled: Titan's ``compile.components``, of which peaks and ``reserved`` leave out what is
             fused.
 
-    Attributes:
-        host_peak: The most bytes of offloaded activations.
-        phase: The one that runs.
-        groups: Names of the process groups that communicated.
-        events: Storages as they are made and freed, for ``plan.pools``.
-        states_at, step_at: Where optimizer states and the step begin in ``events``.
-        then: Called with each operation, its arguments and its result, after it is counted.
     """
 
     def __init__(
@@ -142,10 +135,13 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.phase = ""
         self.groups: set[str] = set()
+        """Names of the process groups that communicated."""
         self.then: Callable[[Any, Any, Any, Any], None] = lambda *operation: None
+        """Called with each operation, its arguments and its result, after it is counted."""
         self._parts = parts
         self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
         self.host_peak = 0
+        """The most bytes of offloaded activations."""
         self._live: dict[int, _Storage] = {}
         self._full: set[int] = set()
         """Keys of storages that FSDP empties when it reshards, which no operation shows."""
@@ -153,6 +149,7 @@ class LiveBytes(TorchDispatchMode):
         self._depth = 0
         self._handles: list[Any] = []
         self.events: list[Event] = []
+        """Storages as they are made and freed; ``states_at`` and ``step_at`` are places in it."""
         self._storages: dict[int, _Storage] = {}
         """By their numbers in ``events``."""
         self._begun: list[tuple[int, str]] = []
