@@ -55,26 +55,20 @@ _REGION = "inductor_compiled_code"
 
 @dataclass(eq=False, kw_only=True)
 class EagerBlock:
-    """State that all forwards of one block share.
-
-    Attributes:
-        policies: Of the outputs of its operations.
-        store: Where saved tensors go.
-        locator: Names its operations.
-        offload: Takes what a policy keeps on the host; None if none does.
-        on_report: Called with the report of the first forward.
-        inside: The module of the block that runs a part of it; "" for the block.
-        is_compiled: Whether a plan runs it in place of compiled code.
-    """
+    """State that all forwards of one block share."""
 
     policies: BlockPolicies
     store: SavedTensorStore
     locator: OpLocator
     offload: Offload | None
+    """Takes what a policy keeps on the host; None if none does."""
     on_report: Callable[[BlockMemoryReport], None]
+    """Called with the report of the first forward."""
     is_reported: bool = False
     inside: str = ""
+    """The module of the block that runs a part of it; "" for the block."""
     is_compiled: bool = False
+    """Whether a plan runs it in place of compiled code."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         # The hooks that name operations belong to this block's modules, and would to the copy's.
@@ -104,19 +98,16 @@ class EagerBlock:
 
 @dataclass(eq=False, kw_only=True)
 class BlockCheckpoint(EagerBlock):
-    """A ``checkpoint_fn`` for torch's ``CheckpointWrapper``.
-
-    Attributes:
-        options: For ``torch.utils.checkpoint.checkpoint``.
-        used_rules: Collects the user's rules that decided an operation.
-        arrives: As in ``compile.CompiledPart``; "" for a whole block.
-        refused_discards: Where a preset must not discard, because something reads the output.
-    """
+    """A ``checkpoint_fn`` for torch's ``CheckpointWrapper``."""
 
     options: dict[str, Any]
+    """For ``torch.utils.checkpoint.checkpoint``."""
     used_rules: set[Rule]
+    """Collects the user's rules that decided an operation."""
     arrives: str = ""
+    """As in ``compile.CompiledPart``; "" for a whole block."""
     refused_discards: set[OpLocation] = field(default_factory=set)
+    """Where a preset must not discard, because something reads the output."""
 
     def __call__(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

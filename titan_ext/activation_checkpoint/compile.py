@@ -146,22 +146,19 @@ def checkpoint_blocks(
 
 @dataclass(frozen=True)
 class CompiledPart:
-    """One compiled region: a block, the modules of a sub-module unit, or a piece of a block.
-
-    Attributes:
-        modules: By name in the block, in the order in which they run; the block itself is "".
-        child: The name in the block of the module that runs them all.
-        is_piece: Whether something stays eager beside it in the block.
-        arrives: The name in the block of what brings its input from other ranks; "" for a part
-            whose input is this rank's own.
-    """
+    """One compiled region: a block, the modules of a sub-module unit, or a piece of a block."""
 
     block: nn.Module
     block_name: str
     modules: dict[str, nn.Module]
+    """By name in the block, in the order in which they run; the block itself is ""."""
     child: str
+    """The name in the block of the module that runs them all."""
     is_piece: bool = False
+    """Whether something stays eager beside it in the block."""
     arrives: str = ""
+    """The name in the block of what brings its input from other ranks; "" for a part whose input is
+    this rank's own."""
 
     @property
     def main(self) -> nn.Module:

@@ -43,18 +43,15 @@ class OpRow:
 
 @dataclass(frozen=True)
 class BlockMemoryReport:
-    """One forward of one block.
-
-    Attributes:
-        stored: What is held until backward, by tensor class and treatment, in bytes of storages.
-        ops: What ran, and what runs again in the recompute.
-        packs: How many times a tensor was given to the store.
-    """
+    """One forward of one block."""
 
     block: str
     stored: MemoryRows
+    """What is held until backward, by tensor class and treatment, in bytes of storages."""
     ops: tuple[OpRow, ...]
+    """What ran, and what runs again in the recompute."""
     packs: int
+    """How many times a tensor was given to the store."""
 
     @classmethod
     def of(
@@ -130,20 +127,17 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class GraphRow:
-    """Tensors of one class that a compiled graph saves for its backward.
-
-    Attributes:
-        source: The operation that made them ("aten.mm"), or "input".
-        treatment: "float8 e4m3", or "exact" and why.
-        nbytes: Of those whose size is fixed.
-        nbytes_a_token: Of the others, for each token.
-    """
+    """Tensors of one class that a compiled graph saves for its backward."""
 
     source: str
+    """The operation that made them ("aten.mm"), or "input"."""
     treatment: str
+    """Either "float8 e4m3", or "exact" and why."""
     tensors: int
     nbytes: int
+    """Of those whose size is fixed."""
     nbytes_a_token: int
+    """Of the others, for each token."""
 
 
 def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:

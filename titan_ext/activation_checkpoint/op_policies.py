@@ -52,25 +52,21 @@ class _Candidates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecipe:
-    """The tensors that a kind of block keeps for backward.
-
-    Attributes:
-        user_rules: Rules of the configuration. They come first; an unsound "discard" is an error.
-        preset_rules: Come next; an unsound "discard" is skipped.
-        base: What to save where no rule matches: "stock" (what stock selective saves), "expensive"
-            (GEMMs, attention, exchanges) or "routing" (only what fixes the routing). With
-            "autograd" nothing runs again, and ``module_policy`` decides.
-        saved: The policy for what the base saves; ``input``: for the inputs of the block.
-        saves_all_to_all: Whether what an exchange of tokens delivers may be saved.
-        exempt: Globs for modules that use no float8.
-    """
+    """The tensors that a kind of block keeps for backward."""
 
     user_rules: tuple[Rule, ...]
+    """Rules of the configuration. They come first; an unsound "discard" is an error."""
     preset_rules: tuple[Rule, ...]
+    """Come next; an unsound "discard" is skipped."""
     base: Literal["stock", "expensive", "routing", "autograd"]
+    """What to save where no rule matches: "stock" (what stock selective saves), "expensive" (GEMMs,
+    attention, exchanges) or "routing" (only what fixes the routing). With "autograd" nothing runs
+    again, and ``module_policy`` decides."""
     saved: OpPolicy
+    """The policy for what the base saves; ``input``: for the inputs of the block."""
     input: OpPolicy
     saves_all_to_all: bool
+    """Whether what an exchange of tokens delivers may be saved."""
     exempt: tuple[str, ...]
 
     @property
@@ -81,18 +77,14 @@ class BlockRecipe:
 
 @dataclass(frozen=True)
 class BlockPolicies:
-    """The policies for the operations of one block.
-
-    Attributes:
-        name: Of the block, in the model ("layers.3").
-        recipe: What it keeps.
-        stock_policy: Makes Titan's policy for one forward, to be called for each operation, in
-            order; it may save ``stock_ops``.
-    """
+    """The policies for the operations of one block."""
 
     name: str
+    """Of the block, in the model ("layers.3")."""
     recipe: BlockRecipe
     stock_policy: Callable[[], Callable[..., CheckpointPolicy]]
+    """Makes Titan's policy for one forward, to be called for each operation, in order; it may save
+    ``stock_ops``."""
     stock_ops: frozenset[str]
     # Answers that were given: these are asked for each operation, on the host.
     _by_location: dict[OpLocation, _Candidates] = field(default_factory=dict, init=False)

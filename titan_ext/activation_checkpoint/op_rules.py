@@ -35,23 +35,20 @@ ROOT = "(block)"
 
 
 class OpPolicy(StrEnum):
-    """The policy for the outputs of an operation.
-
-    Attributes:
-        SAVE: The outputs.
-        SAVE_FLOAT8: The outputs in float8, where the codec can hold them (docs/float8.md).
-        OFFLOAD, OFFLOAD_FLOAT8: The same, on the host.
-        RECOMPUTE: Nothing; the operation runs again in backward.
-        DISCARD: Nothing, and the operation does not run again. Backward must not read its outputs;
-            titan_ext checks that.
-    """
+    """The policy for the outputs of an operation."""
 
     SAVE = "save"
+    """The outputs."""
     SAVE_FLOAT8 = "save_float8"
+    """The outputs in float8, where the codec can hold them (docs/float8.md)."""
     OFFLOAD = "offload"
     OFFLOAD_FLOAT8 = "offload_float8"
+    """``SAVE`` and ``SAVE_FLOAT8``, on the host."""
     RECOMPUTE = "recompute"
+    """Nothing; the operation runs again in backward."""
     DISCARD = "discard"
+    """Nothing, and the operation does not run again. Backward must not read its outputs; titan_ext
+    checks that."""
 
     @property
     def keeps(self) -> bool:
@@ -72,17 +69,14 @@ class OpPolicy(StrEnum):
 
 
 class OpLocation(NamedTuple):
-    """The location of an operation.
-
-    Attributes:
-        module: The innermost that runs it, named within the block ("" for the block).
-        op: Namespace and name without overload ("aten.mm"), or ``INPUT``.
-        operand: The parameter that it works on, named within ``module`` ("w2_EDF"), or "".
-    """
+    """The location of an operation."""
 
     module: str
+    """The innermost that runs it, named within the block ("" for the block)."""
     op: str
+    """Namespace and name without overload ("aten.mm"), or ``INPUT``."""
     operand: str = ""
+    """The parameter that it works on, named within ``module`` ("w2_EDF"), or ""."""
 
     def __str__(self) -> str:
         return ":".join(part for part in (self.module or ROOT, self.op, self.operand) if part)
@@ -90,22 +84,18 @@ class OpLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """A policy for the operations that match.
-
-    Attributes:
-        policy: The policy of their outputs.
-        module: Glob for the name of a module, within the block or in the model: it and all modules
-            inside it. "(moe)" is the module without them, "(block)" the block.
-        op: Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges).
-        operand: Glob for the parameter.
-        occurrence: Which of the matching operations in one forward is meant, from 1; 0 for all.
-    """
+    """A policy for the outputs of operations that match."""
 
     policy: OpPolicy
     module: str = "*"
+    """Glob for the name of a module, within the block or in the model: it and all modules inside
+    it. "(moe)" is the module without them, "(block)" the block."""
     op: str = "*"
+    """Glob for the operation; "*" for whatever is expensive (GEMMs, attention, exchanges)."""
     operand: str = "*"
+    """Glob for the parameter."""
     occurrence: int = 0
+    """Which of the matching operations in one forward is meant, from 1; 0 for all."""
 
     def matches(self, location: OpLocation, block: str = "", *, expensive: bool = True) -> bool:
         """True if ``location`` in the block called ``block`` matches, its occurrence apart."""

@@ -72,18 +72,15 @@ def is_state(value: FakeTensor) -> bool:
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that goes from a forward graph to its backward graph.
-
-    Attributes:
-        source: The operation that made it ("aten.mm"), or "input".
-        shape: A dimension that varies is a symbol.
-        treatment: "float8 e4m3", or "exact" and why float8 was not possible if it was asked for.
-    """
+    """A tensor that goes from a forward graph to its backward graph."""
 
     source: str
+    """The operation that made it ("aten.mm"), or "input"."""
     shape: tuple[int | torch.SymInt, ...]
+    """A dimension that varies is a symbol."""
     dtype: torch.dtype
     treatment: str
+    """Either "float8 e4m3", or "exact" and why float8 was not possible if it was asked for."""
 
 
 @dataclass(frozen=True)

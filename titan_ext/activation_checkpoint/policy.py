@@ -294,17 +294,14 @@ class SelectiveACWithoutAllToAll(SelectiveAC):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """The tensors that the blocks of a model keep for backward.
-
-    Attributes:
-        policy: Titan's, ours or the user's, which its pass builds; None for no checkpointing.
-        resends: Whether the recompute of Titan's selective policy sends tokens again.
-        blocks: With policy "fp8", what each block keeps, by its name.
-    """
+    """The tensors that the blocks of a model keep for backward."""
 
     policy: ActivationCheckpointing.Config | None = None
+    """Titan's, ours or the user's, which its pass builds; None for no checkpointing."""
     resends: bool = False
+    """Whether the recompute of Titan's selective policy sends tokens again."""
     blocks: Mapping[str, BlockRecipe] = field(default_factory=dict)
+    """With policy "fp8", what each block keeps, by its name."""
 
     def build(self, dump_folder: str) -> ActivationCheckpointing | None:
         """The policy, for one model. Its reports go to ``dump_folder``, if that is not ""."""

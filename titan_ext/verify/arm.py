@@ -64,29 +64,26 @@ _FORCE = 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A training of the small job.
-
-    Attributes:
-        stock: Titan's own parallelize function and trainer, without titan_ext's keys.
-        fp32: All in fp32; else in the job's dtypes.
-        exact: Nothing in fewer bits than the job's dtypes: what stores or sends float8 does so with
-            a codec that changes nothing.
-        table: With the job's ``op_policies``. They name operations, which other dtypes and other
-            keys do not have.
-        changes: Keys that differ from the job's.
-        seed: Of weights and tokens.
-        steps: How many it trains: a fault that is in the first needs no second.
-        graphs: "replayed" as CUDA graphs would; "python" as they are held against; "" without them.
-    """
+    """A training of the small job."""
 
     stock: bool = False
+    """Titan's own parallelize function and trainer, without titan_ext's keys."""
     fp32: bool = True
+    """All in fp32; else in the job's dtypes."""
     exact: bool = True
+    """Nothing in fewer bits than the job's dtypes: what stores or sends float8 does so with a codec
+    that changes nothing."""
     table: bool = True
+    """With the job's ``op_policies``. They name operations, which other dtypes and other keys do
+    not have."""
     changes: tuple[tuple[str, Any], ...] = ()
+    """Keys that differ from the job's."""
     seed: int = 0
+    """Of weights and tokens."""
     steps: int = STEPS
+    """How many it trains: a fault that is in the first needs no second."""
     graphs: str = ""
+    """Either "replayed" as CUDA graphs would, "python" as they are held against, or ""."""
 
     def config_of(self, job: SmallJob, *, masks: bool = True, documents: bool = False) -> Any:
         """The trainer's config of this arm; that of ``job`` stays as it is.

@@ -111,20 +111,14 @@ class _Alone(TorchDispatchMode):
 
 @dataclass
 class _Data:
-    """The loaders of a job.
-
-    Attributes:
-        config, layout: Of the job itself.
-        folder: For a checkpoint.
-        stock: Without what titan_ext does to a loader.
-        wrong: What is wrong, in words.
-        notes: What else is worth a line.
-    """
+    """The loaders of a job, whose own ``config`` and ``layout`` these are."""
 
     config: Any
     layout: Layout
     folder: Path
+    """For a checkpoint."""
     stock: bool
+    """Without what titan_ext does to a loader."""
     wrong: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _tokenizer: Any = None

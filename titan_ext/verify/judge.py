@@ -35,17 +35,14 @@ NEAR_TIE = 1e-6
 
 @dataclass(frozen=True)
 class Wrong:
-    """A tensor that is not what it should be.
-
-    Attributes:
-        name: Of the parameter, or what else it is.
-        error: Norm of the difference, as a share of the right tensor's; 0 if the name says it all.
-        factor: Least-squares factor between the two; 1 where the difference is not a factor.
-    """
+    """A tensor that is not what it should be."""
 
     name: str
+    """Of the parameter, or what else it is."""
     error: float
+    """Norm of the difference, as a share of the right tensor's; 0 if the name says it all."""
     factor: float = 1.0
+    """Least-squares factor between the two; 1 where the difference is not a factor."""
 
     def __str__(self) -> str:
         if self.error in (0.0, float("inf")):  # the name says what is wrong
@@ -57,20 +54,16 @@ class Wrong:
 
 @dataclass
 class Verdict:
-    """One comparison.
-
-    Attributes:
-        wrong: By category ("grads", "loss", ...), the worst first.
-        worst: The largest error by category, of right tensors too.
-        gap: The smallest distance between scores of a chosen expert and another.
-        step: The last step that was judged; none is after one that is wrong.
-        notes: What else is worth a line.
-    """
+    """One comparison."""
 
     wrong: dict[str, list[Wrong]] = field(default_factory=dict)
+    """By category ("grads", "loss", ...), the worst first."""
     worst: dict[str, float] = field(default_factory=dict)
+    """The largest error by category, of right tensors too."""
     gap: float = float("inf")
+    """The smallest distance between scores of a chosen expert and another."""
     step: int = 0
+    """The last step that was judged; none is after one that is wrong."""
     notes: list[str] = field(default_factory=list)
 
     @property

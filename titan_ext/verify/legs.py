@@ -51,32 +51,25 @@ class Trained(NamedTuple):
 
 
 class Blame(NamedTuple):
-    """Who is to blame for a job that is WRONG.
-
-    Attributes:
-        stock: True if stock TorchTitan is wrong on this layout, too.
-        keys: The fewest of the job's keys with which it is wrong.
-        off: The others, and values that leave their features out.
-        cures: Keys without any one of which the job is right, and values that leave it out.
-    """
+    """Who is to blame for a job that is WRONG."""
 
     stock: bool = False
+    """True if stock TorchTitan is wrong on this layout, too."""
     keys: Sequence[str] = ()
+    """The fewest of the job's keys with which it is wrong."""
     off: Mapping[str, Any] = MappingProxyType({})
+    """The others, and values that leave their features out."""
     cures: Mapping[str, Any] = MappingProxyType({})
+    """Keys without any one of which the job is right, and values that leave it out."""
 
 
 @dataclass
 class Legs:
-    """Ranks and a judge for one small job. A ``with`` starts and ends their processes.
-
-    Attributes:
-        job: The small job.
-        folder: For logs and tensors.
-    """
+    """Ranks and a judge for one small job. A ``with`` starts and ends their processes."""
 
     job: SmallJob
     folder: Path
+    """For logs and tensors."""
     _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _trained: dict[tuple[str, Any, Any], Trained] = field(default_factory=dict)
     _resumes: bool = True

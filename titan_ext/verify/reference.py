@@ -42,24 +42,22 @@ _EPS = 1e-6  # of torch.nn.utils.clip_grad_norm_
 
 @dataclass
 class Step:
-    """A step of the reference.
-
-    Attributes:
-        grads: Clipped gradients, by name of parameter.
-        loads: Tokens of each expert, by name of MoE layer.
-        loss, norm: The mean loss of a token, and the gradients' norm before it is clipped.
-        gap: The smallest distance between scores of which one was chosen, and the other was not.
-        choices: What each call of ``topk`` chose, in order.
-        without: Names of trained parameters that the model itself gives no gradient, or zeros.
-    """
+    """A step of the reference."""
 
     grads: dict[str, torch.Tensor]
+    """Clipped gradients, by name of parameter."""
     loads: dict[str, torch.Tensor]
+    """Tokens of each expert, by name of MoE layer."""
     loss: float
+    """The mean loss of a token."""
     norm: float
+    """The gradients' norm before it is clipped."""
     gap: float
+    """The smallest distance between scores of which one was chosen, and the other was not."""
     choices: list[torch.Tensor]
+    """What each call of ``topk`` chose, in order."""
     without: list[str]
+    """Names of trained parameters that the model itself gives no gradient, or zeros."""
 
 
 class OneProcess(TorchFunctionMode):
@@ -122,16 +120,13 @@ def _one_by_one(
 
 @dataclass
 class Reference:
-    """The model in one process.
-
-    Attributes:
-        masks: Attention has documents; else it is that of an arm in the job's dtypes.
-    """
+    """The model in one process."""
 
     job: SmallJob
     seed: int
     dtype: torch.dtype
     masks: bool = True
+    """Attention has documents; else it is that of an arm in the job's dtypes."""
     model: Any = field(init=False)
 
     def __post_init__(self) -> None:

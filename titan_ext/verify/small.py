@@ -108,12 +108,7 @@ def set_key(config: Any, key: str, value: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Degrees of a job, and its nodes.
-
-    Attributes:
-        dp_replicate, dp_shard, cp, tp, pp, ep: Degrees by axis, as ``ParallelDims`` has them.
-        nodes: Ranks of a node, and of an NVLink domain.
-    """
+    """Degrees of a job, as ``ParallelDims`` has them, and its nodes."""
 
     dp_replicate: int
     dp_shard: int
@@ -122,6 +117,7 @@ class Layout:
     pp: int
     ep: int
     nodes: Nodes
+    """Ranks of a node, and of an NVLink domain."""
 
     @property
     def world(self) -> int:
@@ -165,37 +161,31 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallJob:
-    """A small copy of a job, as ``make_small`` makes it.
-
-    Attributes:
-        config: The small trainer's config. ``Arm.config_of`` makes the one of a run of it.
-        large_config: The job's own.
-        layout, large_layout: Degrees of the small job, and of the job itself.
-        samples: Its sequences.
-        decisions: Those of the job itself, by key (``decisions``).
-        summary: What shrank, in words.
-        shape: Sizes of the job and of its copy, by axis.
-        max_norms: At which odd steps clip, and even ones.
-        expert_ranks: Over which ``force_routing`` spreads the experts, also in another layout.
-        plain: Names of classes in whose place the copy has plain ones (``in_full_precision``).
-        parameters: Parameter count of the small model.
-        routing: "balanced": what random weights make; "skewed": all tokens go to the first expert
-            of a layer, too; "idle": none goes to it.
-    """
+    """A small copy of a job, as ``make_small`` makes it."""
 
     config: Any
+    """The small trainer's config. ``Arm.config_of`` makes the one of a run of it."""
     large_config: Any
     layout: Layout
+    """Of the small job; ``large_layout`` is the job's own."""
     large_layout: Layout
     samples: batch.Samples
     decisions: Mapping[str, str]
+    """Those of the job itself, by key (``decisions``)."""
     summary: str
+    """What shrank, in words."""
     shape: Mapping[str, tuple[int, int]]
+    """Sizes of the job and of its copy, by axis."""
     max_norms: tuple[float, float]
+    """At which odd steps clip, and even ones."""
     expert_ranks: int
+    """Over which ``force_routing`` spreads the experts, also in another layout."""
     plain: tuple[str, ...]
+    """Names of classes in whose place the copy has plain ones (``in_full_precision``)."""
     parameters: int
     routing: str = "balanced"
+    """With "balanced" what random weights make; with "skewed" all tokens go to the first expert of
+    a layer, too; with "idle" none goes to it."""
 
     @property
     def microbatch(self) -> int:

@@ -198,16 +198,12 @@ def _reads_values(func: Any, given: Sequence[Any]) -> bool:
 
 @dataclass
 class Replayed:
-    """Titan's ``fwd_bwd_fn`` under CUDA graphs, for a rank without a GPU.
-
-    Attributes:
-        parts: The model's.
-        replays: False runs each pass, and notes what Python does otherwise in a later one.
-    """
+    """Titan's ``fwd_bwd_fn`` under CUDA graphs, for a rank without a GPU."""
 
     function: Callable[..., torch.Tensor]
     parts: Sequence[nn.Module]
     replays: bool
+    """False runs each pass, and notes what Python does otherwise in a later one."""
     seen: dict[str, Any] = field(default_factory=lambda: {"passes": 0, "change": ""})
     _tape: Tape | None = None
 
