@@ -29,7 +29,7 @@ from titan_ext.base.no_accelerator import PlainFlexAttention
 from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
-from titan_ext.fsdp.mesh import FSDPMeshes
+from titan_ext.fsdp.shard import FSDPMeshes
 from titan_ext.fsdp.units import param_groups
 from titan_ext.verify import arm
 

@@ -34,7 +34,7 @@ class ShardSizes:
 
     @classmethod
     def of(cls, dims: ParallelDims) -> "ShardSizes":
-        """The sizes of the meshes that ``fsdp.mesh.FSDPMeshes`` has, from degrees alone."""
+        """The sizes of the meshes that ``fsdp.shard.FSDPMeshes`` has, from degrees alone."""
         dense = dims.dp_shard * dims.cp
         if dims.ep_enabled:
             experts = dense * dims.tp // dims.ep

@@ -8,7 +8,7 @@ tensor as a zip archive with a CRC-32 for each member. It never compares them, s
 on a flipped bit. ``run.weights`` compares the model.
 
 Tensors of the optimizer are not compared with the model's: torch loads them by names, which are
-``components.optim``'s, into shards that ``fsdp.mesh`` cuts.
+``components.optim``'s, into shards that ``fsdp.shard`` cuts.
 """
 
 import contextlib
