@@ -102,7 +102,11 @@ class Arm:
             in_full_precision(config.model_spec, emulates=False)
         policy = config.activation_checkpoint
         if isinstance(policy, FP8AC.Config):
-            config.activation_checkpoint = self._checkpointing(policy)
+            changed: dict[str, Any] = {"exempt": ["*"]} if self.fp32 else {}  # fp32 stays exact
+            if self.fp32 or not self.table:
+                changed |= {"op_policies": {}, "offload_limit": ""}
+            with checks_later():  # "nothing would be stored in float8" is what is wanted here
+                config.activation_checkpoint = replace(policy, **changed)
         if not self.saves(job):
             config.checkpoint = replace(config.checkpoint, enable=False)
         if (self.fp32 and masks) or job.large_layout.cp > 1:
@@ -120,24 +124,14 @@ class Arm:
         """True if this arm ends with a checkpoint from which a job goes on."""
         return self.fp32 and self.steps == STEPS and resumes(job.config)
 
-    def _checkpointing(self, policy: FP8AC.Config) -> FP8AC.Config:
-        """The job's policy, as far as this arm has it."""
-        changed: dict[str, Any] = {"exempt": ["*"]} if self.fp32 else {}  # fp32 stays exact
-        if self.fp32 or not self.table:
-            changed |= {"op_policies": {}, "offload_limit": ""}
-        with checks_later():  # "nothing would be stored in float8" is what is wanted here
-            return replace(policy, **changed)
-
 
 class KeepDtype(TorchDispatchMode):
     """Leaves tensors in fp32 where anything asks for bfloat16; the job's own dtypes see the rest.
 
     Titan's experts call ``Tensor.bfloat16`` (torchtitan/models/common/moe.py), whatever the job's
     dtype is. A torch function mode would see that call, but not the one of a recompute: torch takes
-    it away around ``backward`` (torch/_tensor.py).
-
-    Args:
-        rounded: Gets the places in a model that round for no kernel's sake. They do so here, too.
+    it away around ``backward`` (torch/_tensor.py). ``rounded`` gets the places in a model that
+    round for no kernel's sake. They do so here, too.
     """
 
     def __init__(self, rounded: set[str] | None = None) -> None:
@@ -178,9 +172,6 @@ def _place_in_a_model(frame: Any) -> str:
     return ""
 
 
-# -- weights and tokens, by name and number: no layout changes them
-
-
 def fill(name: str, tensor: torch.Tensor, seed: int) -> None:
     """Give a parameter or buffer, sharded or not, random values that its name decides."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
@@ -188,13 +179,9 @@ def fill(name: str, tensor: torch.Tensor, seed: int) -> None:
     is_scale = len(shape) == 1 and "norm" in name and not name.endswith("bias")
     std = 0.1 if len(shape) < 2 else min(shape[-1] ** -0.5, 0.3)
     values = torch.randn(shape, generator=generator, dtype=torch.float32) * std + is_scale
-
-    def copy_into(whole: torch.Tensor) -> None:
-        whole.copy_(values)
-
     with torch.no_grad():
         if isinstance(tensor, DTensor):
-            no_accelerator.fill_whole(tensor, copy_into)
+            no_accelerator.fill_whole(tensor, lambda whole: whole.copy_(values))
         else:
             tensor.copy_(values)
 
@@ -277,9 +264,6 @@ def max_norm(job: SmallJob, step: int) -> float:
 def samples_of_step(job: SmallJob, step: int) -> range:
     """Numbers of the samples of a step of all ranks; steps count from 1."""
     return range((step - 1) * job.samples.step, step * job.samples.step)
-
-
-# -- the trainers
 
 
 _dims: list[ParallelDims] = []
@@ -542,13 +526,11 @@ def run_arm(
 ) -> dict[str, Any]:
     """Train the arm's steps and save; the whole tensors of each are files in ``folder``.
 
-    Args:
-        saved: The folder of an arm that has done this, to resume from instead. What was loaded is
-            in the files of its last step, and one step more is trained.
+    ``saved`` is the folder of an arm that has done this, to resume from instead. What was loaded is
+    in the files of its last step, and one step more is trained.
 
-    Returns:
-        What was seen beside them: losses (those of a rank that ``has_loss`` count) and gradient
-        norms by step, checksums of tensors, dtypes, and the step that was ``loaded``.
+    Returns what was seen beside them: losses (those of a rank that ``has_loss`` count) and gradient
+    norms by step, checksums of tensors, dtypes, and the step that was ``loaded``.
     """
     no_accelerator.enable()
     config = arm.config_of(job)

@@ -66,14 +66,9 @@ Batch = tuple[dict[str, Any], torch.Tensor]
 def look_at_data(config: Any, layout: Layout, folder: Path, *, stock: bool) -> Verdict:
     """Read the job's first batches, and those after a save, on some of its data ranks.
 
-    Args:
-        config: The trainer's config of the job itself.
-        layout: Of the job itself.
-        folder: For a log and a checkpoint of the loaders.
-        stock: As TorchTitan's own trainer has the loader.
-
-    Raises:
-        RunError: if the data cannot be read here; the message says why.
+    ``config`` and ``layout`` are of the job itself. A log and a checkpoint of the loaders go to
+    ``folder``. With ``stock`` the loader is as TorchTitan's own trainer has it. Raises RunError if
+    the data cannot be read here, and says why.
     """
     folder /= "data"
     folder.mkdir()
@@ -119,7 +114,7 @@ class _Data:
     """For a checkpoint."""
     stock: bool
     """Without what titan_ext does to a loader."""
-    wrong: list[str] = field(default_factory=list)
+    wrong: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _tokenizer: Any = None
 
@@ -241,9 +236,8 @@ class _Data:
             with self._as(peer):
                 found = _take(iter(self._build(data_rank)), self._batches)
             if not _same(found, right):
-                self.wrong.append(
-                    f"ranks {first} and {peer}, {axis.upper()} peers, read different batches"
-                )
+                said = f"ranks {first} and {peer}, {axis.upper()} peers, read different batches"
+                self.wrong[said] = None
 
     @property
     def _length(self) -> int:
@@ -270,9 +264,9 @@ class _Data:
                 restarts_BL = positions_BL[:, 1:] == 0
                 knows_documents |= bool(restarts_BL.any())
                 if not bool((goes_on_BL | restarts_BL).all()):
-                    self._say_once("positions neither continue nor restart at 0")
+                    self.wrong["positions neither continue nor restart at 0"] = None
                 if int(positions_BL.min()) < 0 or int(positions_BL.max()) >= length:
-                    self._say_once(f"positions are not below {batch.SEQUENCE} = {length}")
+                    self.wrong[f"positions are not below {batch.SEQUENCE} = {length}"] = None
             counted += int(inner_BL.sum())
             for shift in wrong:
                 ends = input_BL.shape[1] - 2 + shift
@@ -281,13 +275,8 @@ class _Data:
         if wrong[1] > (0 if knows_documents else counted // 2):
             nearest = min(wrong, key=lambda shift: wrong[shift])
             instead = {0: ": they are the inputs, not shifted", 2: ": they are shifted by two"}
-            self.wrong.append(
-                f"{wrong[1]} of {counted} labels are not the next token{instead.get(nearest, '')}"
-            )
-
-    def _say_once(self, wrong: str) -> None:
-        if wrong not in self.wrong:
-            self.wrong.append(wrong)
+            said = f"{wrong[1]} of {counted} labels are not the next token"
+            self.wrong[said + instead.get(nearest, "")] = None
 
     def _check_text(self, read: Mapping[int, Sequence[Batch]]) -> None:
         """No two data ranks read the same text, nor does one of them twice."""
@@ -299,7 +288,8 @@ class _Data:
             ahead = self._ahead(rank, 2 * self._batches)[len(own) :]
             is_new = sum(not _is_in(each, own) for each in ahead) * 2 > len(ahead)
             if is_new and again * 2 >= len(own):  # not for want of text
-                self.wrong.append(f"data rank {rank} reads {again} of {len(own)} sequences twice")
+                said = f"data rank {rank} reads {again} of {len(own)} sequences twice"
+                self.wrong[said] = None
                 return
         if repeat:
             self.notes.append(f"{len(repeat)} of them read some of their text twice: it is short")
@@ -322,10 +312,8 @@ class _Data:
                 "text repeats itself"
             )
         more = f", and so do {len(others)} other pairs" if others else ""
-        self.wrong.append(
-            f"data ranks {first} and {other} read the same text, {count} of {len(marks[other])} "
-            f"sequences{more}"
-        )
+        said = f"{count} of {len(marks[other])} sequences{more}"
+        self.wrong[f"data ranks {first} and {other} read the same text, {said}"] = None
 
     def _ahead(self, data_rank: int, batches: int) -> list[torch.Tensor]:
         """Marks of so many batches of a rank, or of as many as it has."""
@@ -371,7 +359,7 @@ class _Data:
     def _resumed(self, wrong: str) -> None:
         checkpoint = self.config.checkpoint
         if checkpoint.enable and "dataloader" not in checkpoint.exclude_from_loading:
-            self.wrong.append(wrong)
+            self.wrong[wrong] = None
         else:
             self.notes.append(f"{wrong}; the job does not resume it")
 
@@ -423,9 +411,6 @@ def _merge(into: dict[str, Any], state: Mapping[str, Any]) -> None:
             _merge(into[key], value)
         else:
             into.setdefault(key, value)
-
-
-# -- text, wherever it lies in a sequence
 
 
 def _marks(input_L: torch.Tensor, labels_L: torch.Tensor) -> torch.Tensor:

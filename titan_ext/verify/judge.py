@@ -175,10 +175,9 @@ def judge_step(
 ) -> None:
     """Hold a step of a job against the reference in fp64, and what fp32 makes of that.
 
-    Args:
-        found: Tensors that the job left (``read_step``).
-        seen: What it said: ``loss`` and ``norm`` by step.
-        right, narrow: ``reference.Step`` in fp64, and in fp32 with the same choices of experts.
+    The job left the tensors ``found`` (``read_step``), and said ``loss`` and ``norm`` by step.
+    ``right`` and ``narrow`` are a ``reference.Step`` in fp64, and in fp32 with the same choices of
+    experts.
     """
     rounding = judge_gradients(verdict, of_kind(found, "grad"), right.grads, narrow.grads)
     for name in right.without:
@@ -218,12 +217,8 @@ def judge_gradients(
 def try_canary(judge: Callable[..., None], found: Mapping[str, torch.Tensor], seed: int) -> float:
     """Scale one gradient by 1.001, and see that ``judge`` names it; return the factor.
 
-    It is 1.01 where fp32 alone is off by more, as in TorchTitan's small muse_glimmer.
-
-    Args:
-        judge: Called with a verdict and the tensors; it found nothing wrong with those as they are.
-        found: Tensors that a job left of a step.
-        seed: Draws the gradient.
+    It is 1.01 where fp32 alone is off by more, as in TorchTitan's small muse_glimmer. ``judge``
+    takes a verdict and tensors, and found nothing wrong with those that a job left of a step.
     """
     names = [name for name, tensor in found.items() if name.startswith("grad:") and tensor.any()]
     name = names[zlib.crc32(str(seed).encode()) % len(names)]

@@ -49,11 +49,8 @@ def verify(
         data_rank, data_ranks: Of this rank, and their number.
         context: Around forward and backward of the parallel model, as Titan's ``get_spmd_context``.
 
-    Returns:
-        The same on all ranks: ``is_right``, and ``lines()`` with the worst tensors.
-
-    Raises:
-        ValueError: if data ranks would not take as many batches each, of one at least.
+    Returns the same on all ranks: ``is_right``, and ``lines()`` with the worst tensors. Raises
+    ValueError if data ranks would not take as many batches each, of one at least.
     """
     if not batches or len(batches) % data_ranks:  # FSDP gathers in each forward, on all ranks
         raise ValueError(

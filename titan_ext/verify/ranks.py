@@ -34,12 +34,8 @@ class RunError(ValueError):
 class Processes:
     """Forks of this process that call ``serve`` with what they are sent. A ``with`` ends them.
 
-    Args:
-        count: Number of processes.
-        serve: Called with the rank and what was sent; its results are pickled.
-        folder: Of their logs.
-        patience_s: What takes longer hangs.
-        daemon: As ``start_fork`` takes it.
+    ``serve`` gets the rank, too; its results are pickled. Logs go to ``folder``. What takes longer
+    than ``patience_s`` hangs. ``daemon`` is as ``start_fork`` takes it.
     """
 
     def __init__(
@@ -81,8 +77,7 @@ class Processes:
     def call(self, argument: Any) -> list[Any]:
         """``serve`` of all processes at once; their results by rank.
 
-        Raises:
-            RunError: for the first that fails; the processes are of no use after that.
+        Raises RunError for the first that fails; the processes are of no use after that.
         """
         for line in self._lines:
             with contextlib.suppress(BrokenPipeError):  # it died: its line has ended

@@ -207,16 +207,10 @@ def small_layout(large: Layout, backend: Any, experts: int = 0) -> Layout:
     No axis of the job is lost, and expert parallelism stays below, equal to or above tensor
     parallelism. What shards the experts beside it (EDP) stays an axis. Its degree is 4 where it can
     be, so that a degree taken for another one shows. If no power of two shards the job, 3 or 6
-    ranks do here: shards are of unequal rows.
+    ranks do here: shards are of unequal rows. If more ranks share the ``experts`` of a layer than
+    those are, so do they here, where there is room for ``_WORLD`` ranks.
 
-    Args:
-        large: The layout of the job.
-        backend: Its SPMD backend.
-        experts: Of a layer. If the ranks that share them are more, so are they here, where there is
-            room for ``_WORLD`` ranks.
-
-    Raises:
-        ValueError: if that takes more ranks than a laptop has room for.
+    Raises ValueError if that takes more ranks than a laptop has room for.
     """
     is_crowded = 0 < experts < large.expert_ranks(backend)
     is_odd = large.dp_shard.bit_count() > 1 and not is_crowded
@@ -273,12 +267,12 @@ def _small_nodes(large: Layout, small: Layout) -> Nodes:
     """Nodes that lie between the small ranks as the job's do between its own."""
     joined = large.nodes.nvlink_domain
     if large.shards <= large.nodes.ranks and large.ep <= joined:
-        ranks = domain = small.world
+        ranks = small.world
     elif large.ep > joined:  # tokens cross nodes
-        ranks = domain = max(small.ep // 2, 1) if large.nodes.among(large.ep) else 1
+        ranks = max(small.ep // 2, 1) if large.nodes.among(large.ep) else 1
     else:  # only the experts' gathers do
-        ranks = domain = max(small.shards // 2, small.ep if small.ep < small.shards else 1)
-    return Nodes(ranks, domain)
+        ranks = max(small.shards // 2, small.ep if small.ep < small.shards else 1)
+    return Nodes(ranks, ranks)
 
 
 def why_not(config: Any) -> str:
@@ -304,17 +298,13 @@ def why_not(config: Any) -> str:
 def make_small(
     config: Any, large: Layout, *, keep: Sequence[str] = (), spec: ModelSpec | None = None
 ) -> SmallJob:
-    """Make a small copy of the job of ``config``, which stays as it is.
+    """Make a small copy of the job of a trainer's ``config``, which stays as it is.
 
-    Args:
-        config: A trainer's.
-        large: Its layout.
-        keep: Those of ``_KEEPS`` that stay as they are in the job.
-        spec: A model that is small already, of the job's kinds of blocks. Names of layers in the
-            job's keys are its own. Without it the job's model is made small.
+    Those of ``_KEEPS`` in ``keep`` stay as they are in the job. ``spec`` is a model that is small
+    already, of the job's kinds of blocks; names of layers in the job's keys are its own. Without it
+    the job's model is made small.
 
-    Raises:
-        ValueError: for a model that cannot be made small, or a key that is none of those.
+    Raises ValueError for a model that cannot be made small, or a key that is none of those.
     """
     if wrong := next((key for key in keep if key not in _KEEPS), None):
         expected = ", ".join(_KEEPS)
@@ -388,21 +378,16 @@ def _kept_layers(config: Any) -> tuple[int, ...]:
         return repr((kind_of(layer), matched))
 
     kinds = [kind(index, layer) for index, layer in enumerate(config.model_spec.model.layers)]
-    stages = min(config.parallelism.pipeline_parallel_degree, 2)
-    least = 2 * stages * (2 if _is_looped(config) else 1) if stages > 1 else 1
-    least = max(least, in_class("blocks", len(kinds)))
+    least = in_class("blocks", len(kinds))
+    if config.parallelism.pipeline_parallel_degree > 1:  # two for each stage, of two ranks
+        schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+        least = max(least, 8 if issubclass(schedule, PipelineScheduleMulti) else 4)
     kept = {kinds.index(kind) for kind in kinds} | {len(kinds) // 2, len(kinds) - 1}
     for index, kind in enumerate(kinds):
         if sum(kinds[each] == kind for each in kept) < min(_PER_KIND, kinds.count(kind)):
             kept.add(index)
     more = (index for index in range(len(kinds)) if index not in kept)
     return tuple(sorted({*kept, *itertools.islice(more, max(least - len(kept), 0))}))
-
-
-def _is_looped(config: Any) -> bool:
-    """True if each rank of the pipeline has several stages."""
-    schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
-    return issubclass(schedule, PipelineScheduleMulti)
 
 
 def _rename_layers(config: Any, kept: Sequence[int]) -> None:
@@ -472,16 +457,15 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
     said.append(f"widths / {factor}")
     few = in_class("words", vocabulary)
     if few < vocabulary:
-        for part in (config.loss, model):
-            for path, found in configs_in(part):
-                for field in fields(found):
-                    has = getattr(found, field.name, None)
-                    if has == vocabulary and _is_vocabulary(path, field.name):
-                        setattr(found, field.name, few)
+        for path, found in configs_in((config.loss, model)):
+            for field in fields(found):
+                has = getattr(found, field.name, None)
+                if has == vocabulary and _is_vocabulary(path, field.name):
+                    setattr(found, field.name, few)
         said.append(f"vocabulary {few}")
-    for moe in [moe for _, moe, *_ in model.traverse(MoE.Config)]:
-        backend = config.parallelism.spmd_backend
-        before, after = moe.num_experts, _few_experts(moe, large, layout, backend)
+    for _, moe, *_ in list(model.traverse(MoE.Config)):
+        before = moe.num_experts
+        after = _few_experts(moe, large, layout, config.parallelism.spmd_backend)
         if before != after:
             _set_experts(moe, before, after)
             said.append(f"{before} -> {after} experts")
@@ -533,10 +517,8 @@ def _set_experts(moe: Any, before: int, after: int) -> None:
 
 def _initial(function: Any) -> Any:
     module = getattr(getattr(function, "func", function), "__module__", "")
-    return function if module == "torch.nn.init" else _normal
-
-
-_normal = functools.partial(torch.nn.init.normal_, std=0.02)
+    is_torchs = module == "torch.nn.init"
+    return function if is_torchs else functools.partial(torch.nn.init.normal_, std=0.02)
 
 
 def _set_degrees(config: Any, layout: Layout) -> None:
@@ -606,8 +588,10 @@ def _shape(
 
 
 def _silence(config: Any) -> None:
-    """Leave out data, files, metrics, compiled kernels, and what a CPU does not have."""
-    _keep_checkpoints(config)
+    """Leave out data, files, metrics, compiled kernels, and what a CPU does not have.
+
+    The job's own checkpointer saves all its states once, in torch's format.
+    """
     config.metrics = replace(
         config.metrics, enable_tensorboard=False, enable_wandb=False, log_freq=1
     )
@@ -618,11 +602,7 @@ def _silence(config: Any) -> None:
     config.hf_assets_path = "."
     config.compile = replace(config.compile, backend="aot_eager")
     config.training.disable_cuda_graphs = True
-
-
-def _keep_checkpoints(config: Any) -> None:
-    """Leave the job's own checkpointer, which saves all its states once, in torch's format."""
-    checkpoint = replace(
+    config.checkpoint = checkpoint = replace(
         config.checkpoint,
         folder="checkpoint",
         interval=STEPS,
@@ -638,7 +618,6 @@ def _keep_checkpoints(config: Any) -> None:
     )
     if getattr(checkpoint, "async_mode", "disabled") != "disabled":
         checkpoint.async_mode = "async"  # a fork can have no process of its own, and pins nothing
-    config.checkpoint = checkpoint
 
 
 def resumes(config: Any) -> bool:
@@ -691,9 +670,8 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
     backend = config.parallelism.spmd_backend
     recipe = resolve_config(config, layout.dims(backend), layout.nodes)
     plan, exchanges = recipe.fsdp, recipe.exchanges
-    norms = {unit.name for unit in plan.units if unit.kind_name == "norm"}  # comes with the head
-    ahead = max(len({*unit.forward_prefetch} - norms) for unit in plan.units)
-    behind = max(len({*unit.backward_prefetch} - norms) for unit in plan.units)
+    ahead = max(len({*unit.forward_prefetch}) for unit in plan.units)
+    behind = max(len({*unit.backward_prefetch}) for unit in plan.units)
     found = {
         "fsdp_wrap": plan.wrap,
         "reduce-scatter buffers": str(plan.reduce_scatter_buffers),
@@ -706,11 +684,10 @@ def decisions(config: Any, layout: Layout) -> dict[str, str]:
     if limit is None or limit.nbytes is None:  # more small units fit in a size
         found["prefetch"] = f"{min(ahead, _FAR)} units ahead, {min(behind, _FAR)} behind"
     for unit in plan.units:
-        kind = f"{unit.kind_name} units"
-        said = f"reshard {_freed(unit.reshard_after_forward)}"
-        found.setdefault(kind, "")
-        if said not in found[kind].split(", "):
-            found[kind] = ", ".join(filter(None, [found[kind], said]))
+        kind, when = f"{unit.kind_name} units", unit.reshard_after_forward
+        said = f"reshard {when if isinstance(when, bool) else 'to a number of ranks'}"
+        has = found[kind].split(", ") if kind in found else []
+        found[kind] = ", ".join(dict.fromkeys([*has, said]))
     if shards := sorted(_odd_shards(plan)):
         found[_SHARDS] = ", ".join(shards)
     return found
@@ -735,10 +712,6 @@ def lost_shards(large: Mapping[str, str], small: Mapping[str, str]) -> list[str]
     """What shards of a job's parameters are, and those of its small copy are not, in words."""
     has = small.get(_SHARDS, "").split(", ")
     return [f"shards: {x}" for x in large.get(_SHARDS, "").split(", ") if x and x not in has]
-
-
-def _freed(when: bool | int) -> str:
-    return str(when) if isinstance(when, bool) else "to a number of ranks"
 
 
 def differences(large: Mapping[str, str], small: Mapping[str, str]) -> list[str]:
