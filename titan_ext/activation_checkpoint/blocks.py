@@ -236,8 +236,9 @@ class _Call:
             self._arriving |= dict.fromkeys(storage_ids(x), entry)
         else:
             entry = self._store(x, policy, location)
-        becomes_copy = policy.is_float8 if isinstance(entry, _Arriving) else _is_copy(entry)
-        if location is not _INPUT and policy is not OpPolicy.DISCARD and not becomes_copy:
+        is_stored = isinstance(entry, StoredEntry)  # else it is not yet, or kept as it is
+        is_copy = entry.whole.treatment.startswith("float8") if is_stored else policy.is_float8
+        if location is not _INPUT and policy is not OpPolicy.DISCARD and not is_copy:
             self._discards.keep(entry, x, location)
         if self._counting:
             self._op_of[id(entry)] = len(self._ops) - 1
@@ -372,7 +373,6 @@ def _order(x: torch.Tensor, arg: torch.Tensor) -> list[int] | None:
 
 
 def restore(entry: Any) -> torch.Tensor:
-    """The entry that was packed."""
     if isinstance(entry, torch.Tensor):
         return entry
     with torch.no_grad():
@@ -407,11 +407,6 @@ def _in_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def _is_copy(entry: Any) -> bool:
-    """True if what was packed does not change with the tensor."""
-    return isinstance(entry, StoredEntry) and entry.whole.treatment.startswith("float8")
 
 
 def _reason(location: OpLocation) -> str:

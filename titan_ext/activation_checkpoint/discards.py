@@ -92,14 +92,7 @@ _NANS = 2**16
 class Discarded(StoredEntry):
     """Keeps nothing, unless it is of an exchange and ``finish`` finds that something reads it.
 
-    Attributes:
-        location: The operation that made it.
-        sources: The discarded outputs that this operation has read.
-        reader: Who reads it; "" if nobody does.
-        is_exchange: Whether it must not run again.
-        in_graph: Whether it was computed outside of custom Functions and ``no_grad``.
-        node: The number of its own autograd node, or of the last one before it.
-        modules_left: How many modules of the block had returned.
+    The operation at ``location`` has made it when ``modules_left`` of the block had returned.
     """
 
     def __init__(self, x: torch.Tensor, location: OpLocation, modules_left: int) -> None:
@@ -110,12 +103,16 @@ class Discarded(StoredEntry):
             self.known_functions += _PASSING_FUNCTIONS
         self.original = storages_of(x)
         self.sources: set[Discarded] = set()
+        """The discarded outputs that this operation has read."""
         self.reader = ""
+        """Who reads it; "" if nobody does."""
         self.in_graph = torch.is_grad_enabled()
+        """Whether it was computed outside of custom Functions and ``no_grad``."""
         self.node = last_node()
+        """The number of its own autograd node, or of the last one before it."""
         self.modules_left = modules_left
         self._stand_in = _stand_in(x)
-        self.is_exchange = _is_exchange(location.op)
+        self.is_exchange = _is_exchange(location.op)  # which must not run again
         self._value = x if self.is_exchange else None
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -154,14 +151,13 @@ class _Kept:
 
         Raises RuntimeError for an exchange whose output is needed.
         """
-        if not _is_exchange(self.location.op):
-            return True
-        if getattr(self.packed, "treatment", "") != _UNREAD:
+        is_exchanged = _is_exchange(self.location.op)
+        if is_exchanged and getattr(self.packed, "treatment", "") != _UNREAD:
             raise RuntimeError(
                 f"{self.location} cannot be kept for backward: {self.writer} writes to it in "
                 'place. Write to a copy, or give it the policy "recompute".'
             )
-        return False
+        return not is_exchanged
 
 
 class DiscardTracker:

@@ -22,13 +22,11 @@ class OpLocator:
 
     A dispatch mode sees only ``aten.mm`` and two tensors. Hooks on the modules of the block tell
     the module, the storage of the operands tells the parameter.
-
-    Attributes:
-        left: The modules that have returned in this forward, in order.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self.left: list[nn.Module] = []
+        """The modules that have returned in this forward, in order."""
         self._block: nn.Module | None = block
         self._stacks = [""], [""]  # of the two halves of a batch, which pause inside of modules
         self._arguments: tuple[list[Any], list[Any]] = [()], [()]  # of these modules

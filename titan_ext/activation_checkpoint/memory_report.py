@@ -151,20 +151,17 @@ def _sums(items: Iterable[tuple[Any, Sequence[int]]]) -> dict[Any, list[int]]:
 class PolicyReport(MemoryReport):
     """The report of one policy: logged and written to the run's folder when it is complete.
 
-    Attributes:
-        names: The blocks that will be in it.
-        policies: Of all blocks, compiled ones too.
-        is_compiled: Whether there are compiled blocks, whose ``graphs`` it has instead.
+    ``dump_folder`` is "" for none.
     """
 
     def __init__(self, codec: Codec, dump_folder: str) -> None:
-        """``dump_folder`` is "" for none."""
         super().__init__()
         self._codec = codec
         self._folder = Path(dump_folder) / KEY if dump_folder else None
-        self.names: list[str] = []
-        self.policies: list[BlockPolicies] = []
+        self.names: list[str] = []  # of the blocks that will be in it
+        self.policies: list[BlockPolicies] = []  # of all blocks, compiled ones too
         self.is_compiled = False
+        """Whether there are compiled blocks, whose ``graphs`` it has instead."""
         self.graphs: list[list[GraphRow]] = []
 
     def add(self, report: BlockMemoryReport) -> bool:
@@ -207,7 +204,7 @@ class PolicyReport(MemoryReport):
     def check_graphs(self) -> None:
         """``check`` after a step, for compiled blocks, if there are any."""
         if self.is_compiled:
-            self.check(row for rows in self.graphs for row in rows)
+            self.check(itertools.chain.from_iterable(self.graphs))
 
     def check(self, rows: Iterable[MemoryRow | GraphRow]) -> None:
         """Raise RuntimeError if float8 was asked for, and nothing in ``rows`` could be stored so.

@@ -33,7 +33,6 @@ from titan_ext.activation_checkpoint.blocks import EagerBlock, refuse_inner_chec
 from titan_ext.activation_checkpoint.op_effects import TO_COPY, looks_up
 from titan_ext.activation_checkpoint.op_rules import ROOT, OpPolicy
 from titan_ext.base.tensors import is_plain, local_tensor, plain_tensors, storage_ids, storages_of
-from titan_ext.fp8.offload import HostGroup
 from titan_ext.fp8.saved_tensors import StoredEntry
 
 _KNOWN = ("titan_ext", "torchtitan")
@@ -79,7 +78,11 @@ class NoRecompute(EagerBlock):
             host = group if policy.on_host else None
             narrow = values.source_dtype(x)
             if narrow is not None:
-                entry = _narrowed(x, narrow, name or ROOT, host)
+                # In the dtype that it was copied from; it comes back bit for bit.
+                kind, wide = f"exact: as {str(narrow).removeprefix('torch.')}", x.dtype
+                values_in = (x.detach().to(narrow),)
+                entry = StoredEntry.of(kind, values_in, lambda value: value.to(wide), host)
+                entry.name, entry.original = name or ROOT, storages_of(x)
             else:
                 entry = self.store.pack(x, name=name or ROOT, exact=reason or None, host=host)
             if not self.is_reported:
@@ -159,16 +162,6 @@ class _SavedValues(TorchDispatchMode):
         """The running function and its position between modules; None if the code is not known."""
         code = _code(frame)
         return code and (code, self._locator.module, len(self._locator.left))
-
-
-def _narrowed(
-    x: torch.Tensor, dtype: torch.dtype, name: str, host: HostGroup | None
-) -> StoredEntry:
-    """``x`` in fp32, kept in the dtype that it was copied from; it comes back bit for bit."""
-    treatment, wide = f"exact: as {str(dtype).removeprefix('torch.')}", x.dtype
-    entry = StoredEntry.of(treatment, (x.detach().to(dtype),), lambda value: value.to(wide), host)
-    entry.name, entry.original = name, storages_of(x)
-    return entry
 
 
 def _view(x: torch.Tensor) -> tuple[Any, ...]:

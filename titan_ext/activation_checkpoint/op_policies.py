@@ -98,16 +98,14 @@ class BlockPolicies:
         """True if float8 may change what a recompute sees, so that choices have to be kept."""
         recipe = self.recipe
         policies = (recipe.saved, recipe.input, *(rule.policy for rule in recipe.rules))
-        return any(policy.is_float8 for policy in policies) and not (
-            is_exempt(recipe.exempt, self.name, "")
-        )
+        is_exempted = is_exempt(recipe.exempt, self.name, "")
+        return any(policy.is_float8 for policy in policies) and not is_exempted
 
     @property
     def names_operands(self) -> bool:
         """True if a rule or a message needs the parameter of an operation."""
-        return any(
-            rule.operand != "*" or rule.policy is OpPolicy.DISCARD for rule in self.recipe.rules
-        )
+        rules = self.recipe.rules
+        return any(r.operand != "*" or r.policy is OpPolicy.DISCARD for r in rules)
 
     def base_policy(self, location: OpLocation, out: Any, *, stock_saves: bool) -> OpPolicy:
         """The policy where no rule matches."""
@@ -173,10 +171,8 @@ class BlockPolicies:
             rule.op != "*" and rule.policy is OpPolicy.RECOMPUTE
             for rule in self.candidates(location).user_rules
         )
-        is_exact = (
-            self.recipe.base == "autograd" and not self.module_policy(location.module)[0].is_float8
-        )
-        if not is_asked_for and not is_exact:
+        is_exact = not self.module_policy(location.module)[0].is_float8
+        if not is_asked_for and not (is_exact and self.recipe.base == "autograd"):
             raise ValueError(
                 f"activation_checkpoint: the derivative of {location} of {self.name} looks for its "
                 "result among values that float8 may have rounded, and would find others. Expected "
@@ -202,9 +198,8 @@ class BlockPolicies:
         known = self._by_module.get(module)
         if known is None:
             parts, why = module.split("."), ""
-            rule = next(
-                (r for r in self.recipe.user_rules if r.matches_module(module, self.name)), None
-            )
+            rules = self.recipe.user_rules
+            rule = next((r for r in rules if r.matches_module(module, self.name)), None)
             if rule is not None:
                 why = "" if rule.policy.is_float8 else "by op_policies"
             elif "inner_attention" in parts:
@@ -282,9 +277,9 @@ class Resolver:
         )
         if func is TO_COPY and is_copy_to_host(args, kwargs):
             return OpPolicy.SAVE
-        base = self._policies.base_policy(location, out, stock_saves=stock_saves)
         if makes_views(func):
             return OpPolicy.RECOMPUTE
+        base = self._policies.base_policy(location, out, stock_saves=stock_saves)
         if fixes_routing(location.op, out):
             return self._decide(location, base, keeps_base=True)
         return self._decide(location, OpPolicy.SAVE if is_choice else base, is_choice=is_choice)

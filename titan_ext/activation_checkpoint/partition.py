@@ -107,13 +107,19 @@ class Float8Partitioner(CustomPartitionerFn):
         _read_tags(gm.graph, rounds=rounds_inputs)
         if False in _annotations(gm.graph, _RECOMPUTE):
             _forget_checkpoints(gm.graph)
-        if rounds_inputs:
-            _tag_inputs(gm.graph)
+        for node in gm.graph.find_nodes(op="placeholder") if rounds_inputs else ():
+            value = node.meta.get("val")
+            node.meta[_FLOAT8] = isinstance(value, FakeTensor) and not is_state(value)
         forward, backward = min_cut_rematerialization_partition(
             gm, joint_inputs, compiler, num_fwd_outputs=num_fwd_outputs, **kwargs
         )
         # The codec's operations are decomposed as the compiler decomposed the rest.
-        trace = functools.partial(_trace, decompositions=_decompositions(compiler))
+        decompositions = None
+        if compiler == "inductor":
+            from torch._inductor.decomposition import select_decomp_table
+
+            decompositions = select_decomp_table()
+        trace = functools.partial(_trace, decompositions=decompositions)
         saved = self._store(forward, backward, num_fwd_outputs, trace)
         if self.report is not None:
             self.report(saved)
@@ -140,11 +146,11 @@ class Float8Partitioner(CustomPartitionerFn):
                 continue
             why = "" if node.meta.get(_FLOAT8) else "not asked for"
             why = why or ("also an output" if node in visible else _must_stay_exact(value))
-            why = why or ("" if inputs[node.name].users else "not read")
+            received = inputs[node.name]
+            why = why or ("" if received.users else "not read")
             if why:
                 stored.append(node)
             else:
-                received = inputs[node.name]
                 stored += _replace(node, received, forward, backward, self.codec, trace)
             treatment = f"exact: {why}" if why else f"float8 {self.codec.dtype}"
             treatment = treatment.removesuffix(": not asked for")
@@ -184,7 +190,12 @@ def compile_arguments(partitioner: Float8Partitioner, backend: str) -> dict[str,
     check_backend(backend)
     if backend == "inductor":
         return {"backend": backend, "options": {"custom_partitioner_fn": partitioner}}
-    return {"backend": _aot_eager(partitioner)}
+    # As torch's own backend aot_eager (_dynamo/backends/debugging.py), but for the partitioner.
+    partition = functools.partial(partitioner, compiler="aot_eager")
+    aot_eager = aot_autograd(
+        fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
+    )
+    return {"backend": aot_eager}
 
 
 def annotation(inputs: OpPolicy, key: str, *, recompute: bool) -> dict[str, Any]:
@@ -194,24 +205,6 @@ def annotation(inputs: OpPolicy, key: str, *, recompute: bool) -> dict[str, Any]
     ``recompute`` is False to forget that the region is a checkpoint once its tags have been read.
     """
     return {_INPUTS: inputs.value, "titan_ext.key": key, _RECOMPUTE: recompute}
-
-
-def _aot_eager(partitioner: Float8Partitioner) -> Callable[..., Any]:
-    def partition(gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any):
-        return partitioner(gm, joint_inputs, compiler="aot_eager", **kwargs)
-
-    # As torch's own backend aot_eager (_dynamo/backends/debugging.py), but for the partitioner.
-    return aot_autograd(
-        fw_compiler=boxed_nop, partition_fn=partition, keep_inference_input_mutations=True
-    )
-
-
-def _decompositions(compiler: str) -> dict[Any, Any] | None:
-    if compiler != "inductor":
-        return None
-    from torch._inductor.decomposition import select_decomp_table
-
-    return select_decomp_table()
 
 
 def _read_tags(graph: fx.Graph, *, rounds: bool) -> None:
@@ -274,12 +267,6 @@ def _annotations(graph: fx.Graph, name: str) -> set[Any]:
     return {node.meta.get("custom", {}).get(name) for node in graph.nodes}
 
 
-def _tag_inputs(graph: fx.Graph) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        value = node.meta.get("val")
-        node.meta[_FLOAT8] = isinstance(value, FakeTensor) and not is_state(value)
-
-
 def _must_stay_exact(value: torch.Tensor) -> str:
     """The reason why a tensor must stay exact, or "": the rules of ``titan_ext.fp8.keep_exact``.
 
@@ -311,9 +298,8 @@ def _replace(
     order = _memory_order(value)
     inverse = sorted(range(value.dim()), key=order.__getitem__)
 
-    def encode(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        data, scales = quantize(x.permute(order), codec)
-        return data, scales
+    def encode(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(quantize(x.permute(order), codec))
 
     def decode(data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return dequantize(Quantized(data, scales), codec, value.dtype).permute(inverse)

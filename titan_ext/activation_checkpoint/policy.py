@@ -43,11 +43,7 @@ Mode = Literal["selective", "full", "no_recompute"]
 
 
 class FP8AC(ActivationCheckpointing):
-    """Saves, recomputes, saves in float8 or discards, operation by operation.
-
-    Attributes:
-        memory_report: What the first forward of each block stored; complete after the first step.
-    """
+    """Saves, recomputes, saves in float8 or discards, operation by operation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
@@ -206,6 +202,7 @@ class FP8AC(ActivationCheckpointing):
         self.codec = default_codec()
         self.used_rules: set[Rule] = set()
         self.memory_report = PolicyReport(self.codec, dump_folder)
+        """What the first forward of each block stored; complete after the first step."""
         self._locators: dict[nn.Module, OpLocator] = {}
         limit = parse_bytes(config.offload_limit)
         self._offload = Offload(limit, f"{KEY}.offload_limit") if config.offloads() else None

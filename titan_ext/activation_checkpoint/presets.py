@@ -31,23 +31,17 @@ def block_recipe(block: nn.Module, config: Any, exchanges: Exchanges | None = No
     ``exchanges`` are those of its job. If None, expert parallelism has been applied to ``block``,
     if it will be, and what an exchange delivers is saved.
     """
-    mode, preset = config.mode, config.preset
-    saves_all_to_all = exchanges is None or exchanges.saved
-    float8 = mode != "selective" or preset != "stock"
-    exact = mode == "selective" and preset != "gemms"
-    preset_rules: tuple[Rule, ...] = ()
-    if mode == "selective":
-        base = "stock" if preset in ("memory", "stock") else "expensive"
-        preset_rules = _preset_rules(preset, block, exchanges)
-    else:
-        base = "routing" if mode == "full" else "autograd"
+    preset = config.preset if config.mode == "selective" else ""
+    base = "stock" if preset in ("memory", "stock") else "expensive"
+    if not preset:
+        base = "routing" if config.mode == "full" else "autograd"
     return BlockRecipe(
         user_rules=config.rules(),
-        preset_rules=preset_rules,
+        preset_rules=_preset_rules(preset, block, exchanges) if preset else (),
         base=base,
-        saved=OpPolicy.SAVE_FLOAT8 if float8 else OpPolicy.SAVE,
-        input=OpPolicy.SAVE_FLOAT8 if float8 and not exact else OpPolicy.SAVE,
-        saves_all_to_all=saves_all_to_all,
+        saved=OpPolicy.SAVE if preset == "stock" else OpPolicy.SAVE_FLOAT8,
+        input=OpPolicy.SAVE_FLOAT8 if preset in ("", "gemms") else OpPolicy.SAVE,
+        saves_all_to_all=exchanges is None or exchanges.saved,
         exempt=tuple(config.exempt),
     )
 

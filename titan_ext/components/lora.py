@@ -101,12 +101,9 @@ def _is_adaptable(linear: Any) -> bool:
 def export_adapters(config: Any, output: Path | None = None, base_model: str = "") -> Path:
     """Write the adapters in a checkpoint of a run as PEFT does, in its dtype; return the folder.
 
-    Args:
-        config: The trainer's, of the run. ``checkpoint.load_step`` chooses the checkpoint, by
-            default the newest.
-        output: The folder to write; by default ``peft/step-N`` in the run's ``dump_folder``.
-        base_model: What becomes ``base_model_name_or_path``; by default the path of the
-            safetensors that the run was started from.
+    ``checkpoint.load_step`` of the run's ``config`` chooses the checkpoint, by default the newest.
+    ``output`` is by default ``peft/step-N`` in the run's ``dump_folder``. ``base_model`` becomes
+    ``base_model_name_or_path``, by default the path of the safetensors that the run started from.
 
     Raises ValueError if there is no such checkpoint, or its adapters are not those of ``config``.
     Also if TorchTitan has no Hugging Face name for a linear with an adapter.

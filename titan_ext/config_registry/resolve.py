@@ -71,14 +71,12 @@ def load(name: str | Path) -> Trainer.Config:
 def resolve(name: str | Path, flags: Sequence[str] = (), ranks: int | None = None) -> Resolved:
     """The trainer config that a name and flags describe, with the origin of every value.
 
-    Args:
-        name: As ``--config`` takes it (``toml.files.find``): a TOML file or a config function.
-        flags: Titan's command-line flags, which win over the file.
-        ranks: Of the job, where a command plans it: its degrees have to fit them.
+    ``name`` is as ``--config`` takes it (``toml.files.find``): a TOML file or a config function.
+    ``flags`` are Titan's, which win over the file. ``ranks`` are those of a job that a command
+    plans: its degrees have to fit them.
 
-    Raises:
-        ValueError: with one message that names the file and each wrong key.
-        SystemExit: for a wrong flag, which tyro has explained on stderr.
+    Raises ValueError with one message that names the file and each wrong key, and SystemExit for a
+    wrong flag, which tyro has explained on stderr.
     """
     hide_noise()
     function, files = chain = read_chain(name)

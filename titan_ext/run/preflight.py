@@ -46,12 +46,9 @@ class Link:
 def check(config: Any, *, machine: str = "", mib: int = 16) -> list[str]:
     """Measure and compare, on every rank; what was found, on rank 0.
 
-    Args:
-        config: A trainer config whose layout to judge; None for none.
-        machine: Whose links to expect, as ``machine_of`` takes it.
-        mib: What two ranks send each other at a time.
-
-    Raises ValueError on all ranks, if their versions differ.
+    ``config`` is a trainer's whose layout to judge, or None. Links are expected to be those of
+    ``machine``, as ``machine_of`` takes it. Two ranks send each other ``mib`` MiB at a time. Raises
+    ValueError on all ranks, if their versions differ.
     """
     device = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -342,24 +342,19 @@ _first_steps: dict[int, Any] = {}
 
 @dataclass
 class _Axes:
-    """The judge of an arm in fp32.
-
-    Attributes:
-        right, narrow: References in fp64, and in fp32.
-        optimizer: Of ``narrow``; None if the job's is not verified.
-        balances: True if the job has biases of experts that follow their loads.
-    """
+    """The judge of an arm in fp32."""
 
     job: SmallJob
     arm: Arm
     balances: bool
+    """True if the job has biases of experts that follow their loads."""
 
     def __post_init__(self) -> None:
         self.right = Reference(self.job, self.arm.seed, torch.float64)
         self.narrow = Reference(self.job, self.arm.seed, torch.float32)
         groups = self.narrow.config.optimizer.param_groups
         updates = not any(group.optimizer_name == MUON for group in groups)
-        self.optimizer = self.narrow.optimizer() if updates else None
+        self.optimizer = self.narrow.optimizer() if updates else None  # else it is not verified
 
     def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Go on from a job's weights."""

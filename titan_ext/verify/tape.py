@@ -82,11 +82,6 @@ class Tape(TorchDispatchMode):
     """Records what is computed inside of it, if it ``listens``.
 
     What is compiled in its modes is compiled again outside of them, so all passes run in a tape.
-
-    Attributes:
-        ops: The operations, with their tensors if the tape ``keeps`` them.
-        calls: Names of all operations, with numbers that Python gave them, and their lines.
-        reads: Where the host reads a value.
     """
 
     def __init__(
@@ -95,9 +90,11 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._keeps, self.listens = keeps, listens
         self._names = {m: canonical_fqn(n) for part in parts for n, m in part.named_modules()}
-        self.ops: list[_Op] = []
+        self.ops: list[_Op] = []  # with their tensors, if the tape keeps them
         self.calls: list[tuple[str, str]] = []
+        """Names of all operations, with numbers that Python gave them, and their lines."""
         self.reads: dict[str, None] = {}
+        """Where the host reads a value."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

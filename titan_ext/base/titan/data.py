@@ -130,12 +130,10 @@ def together(
 ) -> Iterator[Any]:
     """The batches of a loader, as long as every rank has another ``group`` of them.
 
-    Args:
-        batches: Of this rank. Ranks get as many documents each, or one less, and not as many
-            tokens.
-        group: How many a step takes; the ranks agree once for all of them.
-        all_have: Whether every rank has a group, from whether this one has.
-        alike: Leave out a last batch of fewer samples, as what takes one shape only needs it.
+    Ranks get as many documents each, or one less, and not as many tokens. A step takes a group,
+    and the ranks agree once for all of it: ``all_have`` says whether every rank has one, from
+    whether this one has. With ``alike`` a last batch of fewer samples is left out, as what takes
+    one shape only needs it.
     """
     rest = iter(batches)
     samples = 0
