@@ -193,9 +193,8 @@ class CompiledPart:
         forward.__code__ = _code_of(forward.__code__, self.child)
         # On the instances, as Titan's own Module.parallelize does: FSDP's hooks stay around them.
         for module in self.modules.values():
-            cast(Any, module).forward = (
-                _Region(self, chain, forward) if module is self.main else _PassThrough(self)
-            )
+            cast(Any, module).forward = functools.partial(_pass_through, self)
+        cast(Any, self.main).forward = _Region(self, chain, forward)
 
     def compile(self, **arguments: Any) -> None:
         """Compile what ``main`` runs; the arguments are those of ``torch.compile``."""
@@ -332,22 +331,17 @@ def _zeros_like(x: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: wrap(torch.zeros(shape, dtype=dtype, device=device))
 
 
-@dataclass(frozen=True)
-class _PassThrough:
+def _pass_through(part: CompiledPart, x: Any) -> Any:
     """The forward of a module that ``part`` runs elsewhere: it returns its input."""
-
-    part: CompiledPart
-
-    def __call__(self, x: Any) -> Any:
-        modules = self.part.modules.values()
-        hook = next(filter(None, map(user_hook, modules)), "")
-        if hook or any(m._backward_hooks or m._backward_pre_hooks for m in modules):
-            raise ValueError(
-                f"{self.part.block_name}: {hook or 'a backward hook'} was added after the model "
-                f"was parallelized, and {' and '.join(self.part.modules)} are compiled as one: it "
-                "would see other tensors. Expected to be added before, or compile.enable = false."
-            )
-        return x
+    modules = part.modules.values()
+    hook = next(filter(None, map(user_hook, modules)), "")
+    if hook or any(m._backward_hooks or m._backward_pre_hooks for m in modules):
+        raise ValueError(
+            f"{part.block_name}: {hook or 'a backward hook'} was added after the model was "
+            f"parallelized, and {' and '.join(part.modules)} are compiled as one: it would see "
+            "other tensors. Expected to be added before, or compile.enable = false."
+        )
+    return x
 
 
 def parts(model: Decoder, units: Sequence[Unit]) -> Iterator[CompiledPart]:
@@ -584,24 +578,14 @@ def compile_units(
         # From torchtitan/models/gpt_oss/parallelize.py, for every decoder.
         dynamo = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, _RECOMPILE_LIMIT)
-    found = {part.name: part for part in parts(model, units)}
-    _compile(found, compile_config, parallel_dims, more)
+    stacks = [list(parts(model, units))]
     for name, tower in vision_modules(model).items():
         if hasattr(tower, "layers"):
-            layers = cast(nn.ModuleDict, tower.layers)
-            blocks = {f"{name}.layers.{key}": block for key, block in layers.items()}
-            of_tower = {key: CompiledPart(b, key, {"": b}, "") for key, b in blocks.items()}
-            _compile(of_tower, compile_config, parallel_dims, more)
-
-
-def _compile(
-    found: Mapping[str, CompiledPart],
-    compile_config: CompileConfig,
-    parallel_dims: ParallelDims,
-    more: Mapping[str, Any],
-) -> None:
-    layers = {name.replace(".", "/"): _Layer(part, more) for name, part in found.items()}
-    apply_compile(_Layers(layers), compile_config=compile_config, parallel_dims=parallel_dims)
+            blocks = cast(nn.ModuleDict, tower.layers).items()
+            stacks.append([CompiledPart(b, f"{name}.layers.{k}", {"": b}, "") for k, b in blocks])
+    for found in stacks:
+        layers = {part.name.replace(".", "/"): _Layer(part, more) for part in found}
+        apply_compile(_Layers(layers), compile_config=compile_config, parallel_dims=parallel_dims)
 
 
 class _Layer(nn.Module):

@@ -436,10 +436,8 @@ def reduce_without_premul_sum(model: nn.Module) -> None:
 @contextlib.contextmanager
 def eager_masks() -> Iterator[None]:
     """A context in which FlexAttention's masks are not made by compiled functions."""
-    with contextlib.ExitStack() as stack:
-        for module in (attention, context_parallel):
-            replaced = mock.patch.object(module, "_compiled_create_block_mask", create_block_mask)
-            stack.enter_context(replaced)
+    made = {"_compiled_create_block_mask": create_block_mask}
+    with mock.patch.multiple(attention, **made), mock.patch.multiple(context_parallel, **made):
         yield
 
 

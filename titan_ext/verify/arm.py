@@ -285,9 +285,17 @@ class _Watched:
         self.kept: dict[str, Any] = {}
         config.dump_folder = str(saved or folder)
         spec = config.model_spec
+
+        def parallelize(model: nn.Module, **arguments: Any) -> Any:
+            # What is frozen stays frozen: TorchTitan 0.3 trains it under ``spmd_types``.
+            with keep_frozen(model) if arm.stock else contextlib.nullcontext():
+                result = spec.parallelize_fn(model, **arguments)
+            sum_in_order(result)
+            return result
+
         config.model_spec = replace(
             spec,
-            parallelize_fn=_then(spec.parallelize_fn, sum_in_order, keep=arm.stock),
+            parallelize_fn=parallelize,
             post_optimizer_build_fn=self._count_first(spec.post_optimizer_build_fn),
         )
         super().__init__(config)  # type: ignore[call-arg]
@@ -479,23 +487,6 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole gradients of a model, by name; ranks call it together."""
     named = model.named_parameters()
     return {canonical_fqn(name): whole(p.grad) for name, p in named if p.grad is not None}
-
-
-def _then(
-    function: Callable[..., Any], after: Callable[[nn.Module], None], *, keep: bool
-) -> Callable[..., Any]:
-    """``function``, and ``after`` with its result.
-
-    With ``keep`` what is frozen stays frozen: TorchTitan 0.3 trains it under ``spmd_types``.
-    """
-
-    def both(model: nn.Module, **arguments: Any) -> Any:
-        with keep_frozen(model) if keep else contextlib.nullcontext():
-            result = function(model, **arguments)
-        after(result)
-        return result
-
-    return both
 
 
 def sum_in_order(model: nn.Module) -> None:

@@ -301,13 +301,11 @@ def judge_lossy(
         verdict.wrong["lossy"] = [Wrong(f"{name} (missing)", float("inf")) for name in lacking]
         return
     limit = MOST_LOST
-    whole, whole_right = _whole(grads, right), _whole(right, right)
-    if not distance(whole, whole_right)[0] <= limit:
+    if not distance(_whole(grads, right), _whole(right, right))[0] <= limit:
         own, _ = distance(*(_whole(of_kind(arm, "grad"), right) for arm in (stock, fp32())))
         limit = max(limit, min(_OF_BF16 * own, _LIMIT))
         verdict.notes.append(f"{'':10}stock in the job's dtypes is {own:.2g} off from fp32")
-    verdict.judge("lossy", "the whole gradient", whole, whole_right, limit)
-    _judge_norms(verdict, "lossy", grads, right)
+    _judge_together(verdict, "lossy", grads, right, limit)
 
 
 def judge_dtypes(
@@ -318,18 +316,18 @@ def judge_dtypes(
     Code of the model's own that runs in bf16 alone has no other witness: stock runs it, too. Small
     copies are off by 0.02 (llama3) to 0.56 (muse_glimmer), and norms by a factor of 1.27 at most.
     """
-    grads, right = of_kind(found, "grad"), of_kind(fp32, "grad")
-    whole, whole_right = _whole(grads, right), _whole(right, right)
-    verdict.judge("from fp32", "the whole gradient", whole, whole_right, _LIMIT)
-    _judge_norms(verdict, "from fp32", grads, right)
+    _judge_together(verdict, "from fp32", of_kind(found, "grad"), of_kind(fp32, "grad"), _LIMIT)
 
 
-def _judge_norms(
+def _judge_together(
     verdict: Verdict,
     category: str,
     found: Mapping[str, torch.Tensor],
     right: Mapping[str, torch.Tensor],
+    limit: float,
 ) -> None:
+    whole, whole_right = _whole(found, right), _whole(right, right)
+    verdict.judge(category, "the whole gradient", whole, whole_right, limit)
     for name, grad in right.items():
         size, ratio = float(grad.norm()), float(found[name].norm())
         if size and not 1 / MOST_TIMES <= ratio / size <= MOST_TIMES:
