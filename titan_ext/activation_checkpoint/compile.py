@@ -519,7 +519,6 @@ class TracedOpLocator:
         add_state(_fake_mode(), [*self._operands, *buffers])
 
     def locate(self, func: Any, args: tuple[Any, ...], out: Any) -> OpLocation:
-        """The location of a call of ``func``."""
         operand = next(filter(None, map(self._operands.get, _storages(args))), "")
         if operand and func is TO_COPY:
             # The parameter in another dtype is still the parameter.

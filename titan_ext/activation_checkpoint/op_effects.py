@@ -69,7 +69,6 @@ def is_exchange(op: str) -> bool:
 
 
 def is_attention(func: Any) -> bool:
-    """True if an operation is a kernel of attention."""
     return "attention" in op_name(func) or "attn" in op_name(func)
 
 

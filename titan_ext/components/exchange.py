@@ -126,7 +126,7 @@ class Select(torch.autograd.Function):
         if turn is None:
             return x_TD.index_select(0, indices_N)
         turn.packed = pack(x_TD).index_select(0, indices_N)
-        return _placeholder(x_TD, len(indices_N))
+        return placeholder(x_TD, len(indices_N))
 
     @staticmethod
     def backward(ctx: Any, grad_ND: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
@@ -171,7 +171,7 @@ class Finish(torch.autograd.Function):
         if exchange.float8 != "back":
             return exchange.start(grad_RD, back=True), None
         exchange.start(pack(grad_RD), back=True)
-        return _placeholder(grad_RD, ctx.rows), None  # ``Start`` takes what arrives
+        return placeholder(grad_RD, ctx.rows), None  # ``Start`` takes what arrives
 
 
 class FinishSorted(torch.autograd.Function):
@@ -238,7 +238,7 @@ class AddUp(torch.autograd.Function):
         return grad_RD, None, None, grad_scores_R
 
 
-def _placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
+def placeholder(like: torch.Tensor, rows: int) -> torch.Tensor:
     # One element, expanded: autograd wants the shape, and nobody reads the values.
     return like.new_zeros(()).expand(rows, like.shape[-1])
 

@@ -37,6 +37,7 @@ from titan_ext.components.exchange import (
     Select,
     Start,
     Turn,
+    placeholder,
 )
 
 # Shape suffixes, as in exchange.py: T = rows that are here, K = experts of a token, E = experts,
@@ -250,7 +251,7 @@ class Relay(torch.autograd.Function):
         ctx.exchanges, ctx.rows, ctx.sent, ctx.adds = (arriving, leaving), rows, len(sent_TD), adds
         leaves = _copied_or_added(arriving.arrived(), copies_M, rows, adds)
         leaving.start(leaves)
-        return sent_TD.new_zeros(()).expand(len(leaves), sent_TD.shape[1])
+        return placeholder(sent_TD, len(leaves))
 
     @staticmethod
     @once_differentiable
@@ -258,8 +259,7 @@ class Relay(torch.autograd.Function):
         (copies_M,), (arriving, leaving) = ctx.saved_tensors, ctx.exchanges
         leaves = _copied_or_added(leaving.arrived(), copies_M, ctx.rows, not ctx.adds)
         arriving.start(leaves, back=True)
-        sent = grad.new_zeros(()).expand(ctx.sent, grad.shape[1])
-        return sent, None, None, None, None, None
+        return placeholder(grad, ctx.sent), None, None, None, None, None
 
 
 def _copied_or_added(

@@ -68,7 +68,6 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """True if nothing is wrong."""
         return not any(self.wrong.values())
 
     @property
@@ -114,7 +113,6 @@ class Verdict:
         self.gap = min(self.gap, other.gap)
 
     def lines(self) -> list[str]:
-        """Lines for each category."""
         said = []
         for category in dict.fromkeys([*self.worst, *self.wrong]):
             worst = self.worst.get(category, 0.0)

@@ -51,9 +51,7 @@ class Processes:
         self._forks: list[tuple[BaseProcess, Connection]] = []
         names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(count):
-            environment = {
-                k: str(v) for k, v in {**names, "RANK": rank, "LOCAL_RANK": rank}.items()
-            }
+            environment = {**names, "RANK": rank, "LOCAL_RANK": rank}
             answer = functools.partial(_answer, serve, rank, environment)
             self._forks.append(start_fork(answer, self._lines, self._log(rank), daemon=daemon))
 
@@ -108,9 +106,9 @@ class Processes:
 
 
 def _answer(
-    serve: Callable[[int, Any], Any], rank: int, environment: dict[str, str], call: Any
+    serve: Callable[[int, Any], Any], rank: int, environment: dict[str, Any], call: Any
 ) -> tuple[bool, Any]:
-    os.environ.update(environment)
+    os.environ.update({name: str(value) for name, value in environment.items()})
     gc.enable()  # the parent has switched it off
     try:
         return True, serve(rank, call)

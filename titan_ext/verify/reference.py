@@ -156,8 +156,8 @@ class Reference:
         """
         model, job = self.model, self.job
         model.zero_grad()
-        for moe in self._moes():
-            moe[1].tokens_per_expert_E.zero_()
+        for _, moe in self._moes():
+            moe.tokens_per_expert_E.zero_()
         with torch.no_grad():
             force_routing([model], job, number)
         with OneProcess(like.choices if like else []) as mode:
@@ -202,10 +202,8 @@ class Reference:
 
     def optimizer(self) -> Any:
         """Titan's optimizers and schedule for this model."""
-        config: Any = OptimizersContainer.Config
-        container = OptimizersContainer(
-            derive(self.config.optimizer, config), model_parts=[self.model]
-        )
+        config: Any = derive(self.config.optimizer, OptimizersContainer.Config)
+        container = OptimizersContainer(config, model_parts=[self.model])
         steps = self.config.training.steps
         schedule = self.config.lr_scheduler.build(optimizers=container, training_steps=steps)
         return container, schedule

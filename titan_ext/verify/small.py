@@ -121,7 +121,6 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
         return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
 
     @property
