@@ -32,7 +32,11 @@ Other differences need no patch:
 
 - DTensor's random numbers do not support CPUs: every rank would draw the same values for its shard.
     Expert-parallel ranks would start with the same experts. ``layout_independent_init`` fixes that.
-- FlexAttention has no CPU backward: ``adapt_config`` puts another one into the model config.
+- FlexAttention has no CPU backward: the model config gets ``ScaledDotProductAttention`` instead, or
+    ``PlainFlexAttention`` where masks must stay.
+- CUDA graphs are switched off in the config.
+- gloo has no PREMUL_SUM: FSDP is told to use SUM (``reduce_without_premul_sum``).
+- gloo has no all-to-all of uneven lists: ``titan_ext.components.dispatch`` uses another.
 - oneDNN keeps 1,024 kernels, one for each shape of a GEMM. Experts get another number of tokens in
     each step, and a process would grow by 50 to 100 MiB a step. An environment variable says 16.
 """

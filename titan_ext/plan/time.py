@@ -5,8 +5,9 @@
 goes to a queue, one for each stream and communicator. An operation starts when its queue is
 free and what it reads is there, and takes what ``op_cost`` says. All collectives of a rank share
 two links, within its node and to others (``streams``). So it times every policy, layout and
-schedule that trains, and no formula repeats what they do. Kernels are ideal: nothing here knows of
-gaps between them, of a slow host, of neighbours that are late, or of other stages (``schedules``).
+schedule that trains, and no formula repeats what they do. The host enqueues at the machine's pace
+(``Machine.enqueue``). Nothing here knows of neighbours that are late, or of other stages
+(``schedules``).
 
 ``titan_ext dry-run --machine h100`` prints ``StepTime.table``.
 """
