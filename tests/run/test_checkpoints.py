@@ -210,7 +210,8 @@ def test_the_first_step_takes_the_rate_of_a_changed_schedule(as_tensor: bool):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=rate)
     scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     scheduler.last_epoch, scheduler._last_lr = 3, [0.125]  # as Titan restores it
-    check, trainer = Schedule(), SimpleNamespace(lr_schedulers=[scheduler])
+    trainer: Any = SimpleNamespace(lr_schedulers=[scheduler])
+    check = Schedule()
     for _ in range(2):  # only the first
         with check.around_step(trainer):
             assert optimizer.param_groups[0]["lr"] == 0.125

@@ -325,8 +325,8 @@ def _wait_in_c() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup's tests ignore it
     logging.basicConfig(level="INFO", stream=sys.stdout, format="%(message)s", force=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    checkpointer = SimpleNamespace(enable=False)
-    StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
+    trainer: Any = SimpleNamespace(checkpointer=SimpleNamespace(enable=False))
+    StopOnSignal().after_build(trainer)
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     libc = ctypes.CDLL(None)  # releases the GIL
     left = 600

@@ -7,6 +7,7 @@ import time
 import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path):
     run.mkdir()
     ranks = start_ranks(_hold, 1, run, log_folder=tmp_path / "logs")
     pid = ranks[0][0].pid
-    config = SimpleNamespace(dump_folder=str(run))
+    config: Any = SimpleNamespace(dump_folder=str(run))
     wait_until((run / "ready").exists, "the folder is not locked")
     try:
         with pytest.raises(ValueError, match=rf"another run trains \(host .*, process {pid}, "):
@@ -45,7 +46,8 @@ def test_a_second_run_is_refused_until_the_first_has_died(tmp_path: Path):
 
 def test_only_the_first_rank_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "1")
-    Folder().before_start(SimpleNamespace(dump_folder=str(tmp_path)))
+    config: Any = SimpleNamespace(dump_folder=str(tmp_path))
+    Folder().before_start(config)
     assert not (tmp_path / LOCK).exists()
 
 
@@ -61,9 +63,10 @@ def test_a_file_system_without_locks_is_said(
 def test_a_full_disk_is_one_error_before_training(tmp_path: Path):
     """Files of this process may have 64 KiB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config: Any = SimpleNamespace(dump_folder=str(tmp_path))
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
         with pytest.raises(ValueError, match=r"where this rank cannot write: .*File too large"):
-            Folder().before_start(SimpleNamespace(dump_folder=str(tmp_path)))
+            Folder().before_start(config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

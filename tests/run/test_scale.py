@@ -333,8 +333,8 @@ def _descriptors() -> tuple[int, int]:
     dist.init_process_group("gloo")
     dist.barrier()
     before = len(os.listdir("/proc/self/fd")), dist.get_pg_count()
-    checkpointer = SimpleNamespace(enable=False)
-    StopOnSignal().after_build(SimpleNamespace(checkpointer=checkpointer))
+    trainer: Any = SimpleNamespace(checkpointer=SimpleNamespace(enable=False))
+    StopOnSignal().after_build(trainer)
     dist.barrier()
     return len(os.listdir("/proc/self/fd")) - before[0], dist.get_pg_count() - before[1]
 

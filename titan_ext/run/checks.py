@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.trainer import Trainer
 
 from titan_ext.activation_checkpoint.memory_report import log_memory_report
 from titan_ext.base.agreement import this_job
@@ -41,7 +42,7 @@ class Collectives(RunCheck):
 
     _watchdog = RunCheck()
 
-    def before_build(self, config: Any) -> None:
+    def before_build(self, config: Trainer.Config) -> None:
         if not getattr(config.debug, "record_collectives", False):
             return
         if config.comm.mode in ONE_PROCESS_MODES:
@@ -53,14 +54,14 @@ class Collectives(RunCheck):
 
         self._watchdog = CollectiveWatchdog(config)
 
-    def after_build(self, trainer: Any) -> None:
+    def after_build(self, trainer: Trainer) -> None:
         self._watchdog.after_build(trainer)
 
 
 class LoRATargets(RunCheck):
     """Checks that LoRA's target modules exist."""
 
-    def before_start(self, config: Any) -> None:
+    def before_start(self, config: Trainer.Config) -> None:
         if config.model_spec is not None:
             Mistakes(wrong_adapters(config.model_spec.model, config)).raise_all()
 
@@ -131,11 +132,11 @@ class FiniteGradients(RunCheck):
         return first or " When the step ran again, its gradients were finite."
 
 
-def _parameters(trainer: Any) -> Iterator[torch.nn.Parameter]:
+def _parameters(trainer: Trainer) -> Iterator[torch.nn.Parameter]:
     return (param for part in trainer.model_parts for param in part.parameters())
 
 
-def _first_that_is_not_finite(trainer: Any, passes: Sequence[Mapping[str, Any]]) -> str:
+def _first_that_is_not_finite(trainer: Trainer, passes: Sequence[Mapping[str, Any]]) -> str:
     """Run forward and backward of a step again, on all ranks; its gradients are lost.
 
     ``passes`` are the arguments of its ``forward_backward_step``. A NaN travels from rank to rank
@@ -192,7 +193,7 @@ class Schedule(RunCheck):
     _is_due = True
 
     @contextmanager
-    def around_step(self, trainer: Any) -> Iterator[None]:
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
         for scheduler in trainer.lr_schedulers if self._is_due else ():
             groups = scheduler.optimizer.param_groups
             for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
@@ -210,7 +211,7 @@ class ActivationMemory(RunCheck):
     _is_due = True
 
     @contextmanager
-    def around_step(self, trainer: Any) -> Iterator[None]:
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
         yield
         if self._is_due:
             self._is_due = False

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import this_job
 from titan_ext.base.run_check import ONE_PROCESS_MODES, RunCheck
@@ -258,7 +259,7 @@ class PaceCheck(RunCheck):
         self._told: Future[Any] | None = None
         self._unread: deque[str] = deque()  # keys of which rank 0 has told, oldest first
 
-    def after_build(self, trainer: Any) -> None:
+    def after_build(self, trainer: Trainer) -> None:
         config = trainer.config
         if config.comm.mode in ONE_PROCESS_MODES or not trainer.parallel_dims.ep_enabled:
             return
@@ -280,7 +281,7 @@ class PaceCheck(RunCheck):
         self._thread = ThreadPoolExecutor(1, "pace")
 
     @contextlib.contextmanager
-    def around_step(self, trainer: Any) -> Iterator[None]:
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
         self._count += 1
         is_logged = trainer.metrics_processor.should_log(trainer.step)
         meters: dict[str, Meter] = {}
@@ -305,7 +306,7 @@ class PaceCheck(RunCheck):
             self.monitor.pace(trainer.step, 1e3 * (now_s - last[1]) / (self._count - last[0]))
 
     @contextlib.contextmanager
-    def around_run(self, trainer: Any) -> Iterator[None]:
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
         try:
             yield
         finally:
@@ -313,7 +314,7 @@ class PaceCheck(RunCheck):
                 self._thread.submit(self._read, 0)
                 self._thread.shutdown()
 
-    def _tell(self, trainer: Any, step_ms: float, meters: dict[str, Meter]) -> None:
+    def _tell(self, trainer: Trainer, step_ms: float, meters: dict[str, Meter]) -> None:
         """Log and give the store what this rank has measured; on rank 0 read that of all."""
         # Titan has just read the loss, so the device has done the step.
         times = [meter.ms() for meter in meters.values()]

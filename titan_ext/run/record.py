@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 import titan_ext
 from titan_ext.base.messages import and_more, format_bytes, without_phases
@@ -89,7 +90,7 @@ class RunRecord(RunCheck):
     def __init__(self) -> None:
         self._entry: dict[str, Any] = {}
 
-    def after_build(self, trainer: Any) -> None:
+    def after_build(self, trainer: Trainer) -> None:
         if dist.get_rank() != 0:
             return
         with _never_fails():
@@ -98,7 +99,7 @@ class RunRecord(RunCheck):
             (Path(trainer.config.dump_folder) / CONFIG).write_text(dump(trainer.config))
 
     @contextlib.contextmanager
-    def around_run(self, trainer: Any) -> Iterator[None]:
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -120,7 +121,7 @@ class RunRecord(RunCheck):
             if trainer.step >= trainer.config.training.steps and ending == "finished":
                 logger.info(what_is_next(trainer))
 
-    def _write(self, trainer: Any) -> None:
+    def _write(self, trainer: Trainer) -> None:
         path = Path(trainer.config.dump_folder) / RECORD
         starts = json.loads(path.read_text())["starts"] if path.exists() else []
         others = [start for start in starts if start["id"] != self._entry["id"]]
@@ -161,7 +162,7 @@ class Receipts(RunCheck):
         self._measured: dict[str, int] = {}
         self._plan: Mapping[str, Any] | None = None
 
-    def before_build(self, config: Any) -> None:
+    def before_build(self, config: Trainer.Config) -> None:
         file = Path(config.dump_folder) / file_name(int(os.environ.get("RANK", "0")))
         if not file.exists():
             return
@@ -178,7 +179,7 @@ class Receipts(RunCheck):
         else:
             self._plan = plan
 
-    def after_build(self, trainer: Any) -> None:
+    def after_build(self, trainer: Trainer) -> None:
         self._facts = {
             "attention": _types(trainer, "inner_attention"),
             "dispatcher": _types(trainer, "token_dispatcher"),
@@ -194,7 +195,7 @@ class Receipts(RunCheck):
             trainer.optimizers.register_step_post_hook(note)
 
     @contextlib.contextmanager
-    def around_step(self, trainer: Any) -> Iterator[None]:
+    def around_step(self, trainer: Trainer) -> Iterator[None]:
         self._steps += 1
         if self._steps != _COMPARED_STEP or self._plan is None:
             yield
@@ -203,7 +204,7 @@ class Receipts(RunCheck):
         yield
         self._compare(self._plan, trainer)
 
-    def _compare(self, plan: Mapping[str, Any], trainer: Any) -> None:
+    def _compare(self, plan: Mapping[str, Any], trainer: Trainer) -> None:
         peaks = {"allocated": plan["peak"]["sum"], "reserved": plan.get("reserved", 0)}
         last = plan["moments"][-1]
         pairs = {_PEAKS[name]: (peaks[name], nbytes) for name, nbytes in self._measured.items()} | {
@@ -275,7 +276,7 @@ def _commit(folder: Path) -> str:
     return done.stdout.strip()
 
 
-def _types(trainer: Any, name: str) -> dict[str, int]:
+def _types(trainer: Trainer, name: str) -> dict[str, int]:
     """The classes of the submodules or attributes of that name, and how many there are."""
     return Counter(
         type(value).__name__
@@ -335,7 +336,7 @@ def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(config, default=lambda value: str(getattr(value, "value", value))))
 
 
-def _held_nbytes(trainer: Any) -> list[int]:
+def _held_nbytes(trainer: Trainer) -> list[int]:
     """Bytes of this rank's storages, in the order of ``_HELD``; shared ones count once."""
     parts = trainer.model_parts
     params = [param for part in parts for param in part.parameters()]
@@ -356,7 +357,7 @@ def _compared(planned: int, measured: int) -> str:
     return f"{format_bytes(planned)} planned, {format_bytes(measured)} measured{off_by}"
 
 
-def differences(plan: Mapping[str, Any], config: Any) -> list[str]:
+def differences(plan: Mapping[str, Any], config: Trainer.Config) -> list[str]:
     """Facts of a plan that are not so in this run, in words."""
     nodes = {"ranks": world_size(config), "ranks_per_node": ranks_per_node()}
     here = nodes | as_json(identity(config))

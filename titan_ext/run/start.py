@@ -52,7 +52,7 @@ _SHOWN_KEYS = 10
 class Paths(RunCheck):
     """Checks that ``dataloader.dataset_path`` and ``hf_assets_path`` exist."""
 
-    def before_start(self, config: Any) -> None:
+    def before_start(self, config: Trainer.Config) -> None:
         """Raise ValueError for a path that does not.
 
         A name like "allenai/c4" may be on the Hugging Face hub; the loader checks it.
@@ -79,7 +79,7 @@ class Paths(RunCheck):
 class Folder(RunCheck):
     """Checks that ``dump_folder`` can be written, and locks it."""
 
-    def before_start(self, config: Any) -> None:
+    def before_start(self, config: Trainer.Config) -> None:
         """Raise ValueError for a folder where this rank cannot write, or whose disk is full."""
         folder = config.dump_folder
         try:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from titan_ext.base.agreement import LastStep, this_job
 from titan_ext.base.messages import ranks_in_words
@@ -92,11 +93,11 @@ class StopOnSignal(RunCheck):
         self._thread: threading.Thread | None = None
         self._sender: socket.socket | None = None  # the interpreter's end; open until both are gone
 
-    def before_start(self, config: Any) -> None:
+    def before_start(self, config: Trainer.Config) -> None:
         end_with_launcher()
         warn_of_restarts_that_hang()
 
-    def after_build(self, trainer: Any) -> None:
+    def after_build(self, trainer: Trainer) -> None:
         self._last_step = LastStep(this_job())
         for signum in _STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
@@ -105,7 +106,7 @@ class StopOnSignal(RunCheck):
         self._answer_at_once(self._last_step, ending)
 
     @contextlib.contextmanager
-    def around_run(self, trainer: Any) -> Iterator[None]:
+    def around_run(self, trainer: Trainer) -> Iterator[None]:
         try:
             yield
         finally:  # there is no step left to wait for
@@ -114,7 +115,7 @@ class StopOnSignal(RunCheck):
             for signum, handler in self._before.items():
                 signal.signal(signum, handler)
 
-    def ends_run(self, trainer: Any) -> bool:
+    def ends_run(self, trainer: Trainer) -> bool:
         if self._loaded_step is None:
             self._loaded_step = trainer.step
         assert self._last_step is not None, "asked before after_build"
@@ -122,8 +123,8 @@ class StopOnSignal(RunCheck):
             self._last_step.ask(self._asked_by)
         if self._last_step.may_begin(trainer.step + 1):
             return False
-        name = signal.Signals(self._last_step.reason()).name
-        saved, checkpointer = "nothing was saved", trainer.checkpointer
+        name, saved = signal.Signals(self._last_step.reason()).name, "nothing was saved"
+        checkpointer: Any = trainer.checkpointer
         if _can_save(trainer) and trainer.step:
             if trainer.step != self._loaded_step and not is_saved_anyway(trainer):
                 check_weights(trainer, name)
@@ -197,7 +198,7 @@ class StopOnSignal(RunCheck):
             signal.raise_signal(signum)
 
 
-def check_weights(trainer: Any, why: str) -> None:
+def check_weights(trainer: Trainer, why: str) -> None:
     """Raise RuntimeError on every rank if one has weights that are not finite.
 
     Gradients are checked in steps that are logged or saved, and this step was to be neither.
@@ -215,7 +216,7 @@ def check_weights(trainer: Any, why: str) -> None:
         )
 
 
-def _can_save(trainer: Any) -> bool:
+def _can_save(trainer: Trainer) -> bool:
     checkpointer = trainer.checkpointer
     can = checkpointer.enable and hasattr(checkpointer, "interval")
     return can and not trainer.config.checkpoint.load_only
