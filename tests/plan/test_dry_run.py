@@ -77,6 +77,20 @@ def test_the_best_policies_for_a_budget(folder: Path):
     assert float(stored) == pytest.approx(held["this budget"], rel=0.01)
 
 
+def test_blocks_in_compiled_pieces_hold_their_budget(folder: Path):
+    """With what passes between pieces, and with tokens that came kept in float8."""
+    flags = ["--compile.enable", "activation_checkpoint:fp8"]
+    options = ["--ranks", "8", "--activations", "60MiB", "--out", "plan"]
+    done = _dry_run(folder, "moe_debug.toml", *options, *flags)
+    (said,) = re.findall(r"^this budget +([\d.]+) MiB", done.out, re.M)
+    _dry_run(folder, "plan/budget.toml", "--ranks", "8", "--memory", "8GiB", "--out", "plan")
+    moments = json.loads((folder / "plan" / "plan_rank0.json").read_text())["moments"]
+    loss = next(moment for moment in moments if moment["moment"] == "loss")
+    held = sum(loss[kind] for kind in ("exact", "float8", "all_to_all")) / 2**20
+    assert held == pytest.approx(float(said), abs=0.1)
+    assert 50 < held <= 60
+
+
 def test_float8_is_planned_for_a_machine_that_has_it(folder: Path):
     """Rowwise linears need no GPU to be planned. MXFP8 needs another, or kernels of torchao's."""
 

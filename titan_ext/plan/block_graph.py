@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from titan_ext.activation_checkpoint.compile import pieces_in
 from titan_ext.activation_checkpoint.discards import AutogradNodes, Discarded, last_node
 from titan_ext.activation_checkpoint.locator import OpLocator
 from titan_ext.activation_checkpoint.op_effects import (
@@ -28,6 +29,7 @@ from titan_ext.activation_checkpoint.op_effects import (
     chooses,
     fixes_routing,
     is_attention,
+    is_exchange,
     makes_node,
     may_draw,
     passes_values,
@@ -207,6 +209,7 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, block: nn.Module, args: Any) -> None:
         super().__init__()
         self.locator = OpLocator(block)
+        self._in_pieces = bool(pieces_in(block))  # which keep what exchanges bring
         self._norms = {canonical_fqn(n) for n, m in block.named_modules() if isinstance(m, _NORMS)}
         self._inputs = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
         self._calls: list[Call] = []
@@ -316,6 +319,8 @@ class _Tracer(TorchDispatchMode):
             call.func, call.args, call.kwargs, call.out
         ):
             return frozenset({SAVE})
+        if self._in_pieces and is_exchange(call.location.op):
+            return policies & {SAVE, FLOAT8}
         around_attention = "inner_attention" in call.location.module.split(".")
         if call.location.module in self._norms or (
             (around_attention or may_draw(call.func)) and not is_attention(call.func)

@@ -209,6 +209,8 @@ class BudgetPlan:
     budget: int
     traced: TracedBlocks
     solution: Solution | None
+    held: int = 0
+    """What blocks hold that are compiled in pieces, with what passes between these; 0: others."""
 
     def report(self) -> str:
         """The verdict, a line for each policy, and the table."""
@@ -218,7 +220,7 @@ class BudgetPlan:
             price = self.traced.price(preset)
             rows.append((name, price.nbytes, price.ms))
         if self.solution is not None:
-            rows.append(("this budget", self.solution.nbytes, self.solution.ms))
+            rows.append(("this budget", self.held or self.solution.nbytes, self.solution.ms))
         lines = [
             f"activations of this rank's blocks, budget {format_bytes(self.budget)}: "
             f"{self._verdict()}",
@@ -229,6 +231,8 @@ class BudgetPlan:
                 for name, nbytes, ms in sorted(rows, key=lambda row: -row[1])
             ),
         ]
+        if self.held:
+            lines.append("in compiled pieces presets hold more: what passes between these")
         if self.solution is not None:
             lines += ["", *self._section()]
         return "\n".join(lines)

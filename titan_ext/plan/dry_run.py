@@ -11,6 +11,7 @@ degrees.
 """
 
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 
+from titan_ext.activation_checkpoint.compile import pieces_in
 from titan_ext.activation_checkpoint.op_rules import has_budget
 from titan_ext.activation_checkpoint.policy import FP8AC
 from titan_ext.base import no_accelerator
@@ -50,6 +52,7 @@ from titan_ext.plan.live import LASTING, LiveBytes
 from titan_ext.plan.memory import JobClass, MemoryPlan
 from titan_ext.plan.pools import COMPONENTS
 from titan_ext.plan.schedules import actions_of, idle_share
+from titan_ext.plan.solver import BudgetTooSmallError
 from titan_ext.plan.stand_ins import Buffer, NoDataLoader, NoTokenizer, use_stand_ins
 from titan_ext.plan.time import EAGER, POLICIES, Category, How, StepClock, StepTime
 from titan_ext.run.checks import LoRATargets
@@ -61,6 +64,8 @@ _AT_ONCE = 128
 """Parameters in a call of clipping and optimizer: torch's time grows with the square of the list.
 
 A foreach optimizer gets all, since it makes temporaries for all."""
+_LESS = 0.98
+"""The next budget of blocks that hold too much, at most, over the last one."""
 _OF_A_GPU = "triton", "rht_sign_vector is not materialized"
 """Text in errors of torchao's kernels, and of TorchTitan's NVFP4, whose buffer is theirs."""
 
@@ -491,6 +496,7 @@ def plan_activations(
     """
     asked: Any = config.activation_checkpoint
     settings_of(asked)  # raises
+    unchanged = copy.deepcopy(config)
     run = dry_run(
         without_checkpointing(config),
         ranks,
@@ -506,7 +512,24 @@ def plan_activations(
         largest = max(kind.graph.none_nbytes for kind in traced.kinds)
         budget = run.memory.left_for_blocks(traced.none_nbytes, largest)
     solution = None if traced.none_nbytes <= budget else traced.solve(budget)
-    return BudgetPlan(budget, traced, solution)
+    if solution is None or not any(pieces_in(blocks.first) for blocks in traced.blocks):
+        return BudgetPlan(budget, traced, solution)
+    # Blocks in compiled pieces keep what passes between them, of which the solver does not know.
+    room = budget
+    while True:
+        tried = copy.deepcopy(unchanged)
+        table = traced.table(solution)
+        tried.activation_checkpoint = replace(traced.settings, op_policies=table)
+        step = dry_run(tried, ranks, rank, memory=0, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)
+        assert step.memory is not None
+        held = step.memory.held_by_blocks(max(kind.graph.none_nbytes for kind in traced.kinds))
+        if held <= budget:
+            return BudgetPlan(budget, traced, solution, held)
+        room = min(room - (held - budget), int(_LESS * room))
+        try:
+            solution = traced.solve(room)
+        except BudgetTooSmallError as error:
+            raise BudgetTooSmallError(budget, error.least + budget - room) from None
 
 
 @functools.cache

@@ -18,6 +18,8 @@ from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 CONTEXT, COMMUNICATOR = 600 * 2**20, 600 * 2**20
 """Bytes of CUDA's context, with cuBLAS's workspaces, and of NCCL for each process group that
 communicates: guesses."""
+HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
+"""What waits for backward."""
 
 
 class JobClass(StrEnum):
@@ -143,6 +145,16 @@ class MemoryPlan:
         share = BANDS[self.job]
         band = (self.memory - self._fixed) * share / (1 + share)
         return int((self._spare(phase) - band) / (1 + max(self._unused, 0.0)))
+
+    def held_by_blocks(self, one: int) -> int:
+        """The most bytes that wait for backward, without those of the block that runs.
+
+        ``one`` is as ``left_for_blocks`` takes it. What is kept outside of blocks counts, too.
+        """
+        return max(
+            sum(phase.by_kind.get(kind, 0) for kind in HELD) - one * ("of layers." in phase.phase)
+            for phase in self.phases
+        )
 
     def left_for_blocks(self, everything: int, one: int) -> int:
         """The bytes that blocks may hold, so that every phase of the step surely fits.

@@ -34,7 +34,7 @@ from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.plan.budget import TracedBlocks, without_checkpointing
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import Forks
-from titan_ext.plan.memory import MemoryKind, MemoryPlan
+from titan_ext.plan.memory import HELD, MemoryPlan
 from titan_ext.plan.moves import (
     GLOBAL,
     MOVES,
@@ -62,7 +62,6 @@ _MORE = 1.3
 """The budget that says what more bytes are worth, over the one that fits."""
 _SEEN = 0.01
 """Share of what blocks hold at most: where they hold less in a step, they do not limit it."""
-_HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +155,7 @@ class Plan(NamedTuple):
     def room(self) -> int:
         """Bytes that the blocks could hold, by the room at each phase of the step."""
         held = [
-            (sum(phase.by_kind.get(kind, 0) for kind in _HELD), self.memory.room(phase))
+            (sum(phase.by_kind.get(kind, 0) for kind in HELD), self.memory.room(phase))
             for phase in self.memory.phases
         ]
         solved = self.checkpointing

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from titan_ext.activation_checkpoint.op_effects import fixes_routing
 from titan_ext.activation_checkpoint.op_policies import BlockPolicies
 from titan_ext.activation_checkpoint.op_rules import INPUT, ROOT, OpPolicy, parse_rules
 from titan_ext.base.messages import format_bytes
@@ -216,6 +217,9 @@ class _Program:
         by_name: dict[str, list[dict[OpPolicy, int]]] = defaultdict(list)
         for kind, policies in zip(self.kinds, self._policies, strict=True):
             for index, name in {0: INPUT, **_names(kind.graph)}.items():
+                choices = kind.graph.nodes[index].policies
+                if index and choices == {SAVE, FLOAT8}:  # a piece's input has no number
+                    name = name.rpartition(":")[0]
                 by_name[name].append(policies[index])
         for first, *others in by_name.values():
             for other in others:
@@ -308,6 +312,7 @@ def table_of(
                 p is policy
                 for (other, _, expensive), p in zip(calls, policies, strict=True)
                 if rule.matches(other.location, expensive=expensive)
+                and not fixes_routing(other.location.op, other.out)  # kept whatever rules say
             ):
                 middle[pattern] = str(policy)
                 break
