@@ -36,6 +36,7 @@ from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
 from titan_ext.base.tensors import local_tensor, optimizer_states, plain_tensors, wrapping
+from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -342,7 +343,9 @@ class _Watched:
                         module.tokens_per_expert_E.zero_()
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        ranks, size = self.job.layout.data_ranks, self.job.microbatch
+        ranks, config = self.job.layout.data_ranks, cast(Any, self).config
+        tokens, length = tokens_of_microbatch(config.training, config.parallelism)
+        size = tokens // length
         before = samples_of_step(self.job, cast(Any, self).step).start  # of the first that asks
         first = before + data_rank(_dims[0]) * size
         while True:

@@ -116,7 +116,14 @@ class _Data:
     """Without what titan_ext does to a loader."""
     wrong: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        tokens, self._length = batch.tokens_of_microbatch(config.training, config.parallelism)
+        self._size = tokens // self._length  # sequences of a batch
+        # Batches that are read of a rank, and as many again where it resumes.
+        self._batches = max(2, -(-_SEQUENCES // self._size))
+        self._tokenizer: Any = None
 
     def look(self) -> Verdict:
         config, ranks = self.config, self.looked_at
@@ -166,19 +173,6 @@ class _Data:
         """A rank of the job that reads for ``data_rank`` (ParallelDims' ``dataloading_mesh``)."""
         layout = self.layout
         return ((pp * layout.data_ranks + data_rank) * layout.cp + cp) * layout.tp + tp
-
-    @property
-    def _size(self) -> int:
-        """Sequences of a batch: a microbatch, where a pipeline splits it."""
-        keys = self.config.parallelism
-        pipeline = keys if self.layout.pp > 1 else None
-        tokens, length = batch.tokens_of_microbatch(self.config.training, pipeline)
-        return tokens // length
-
-    @property
-    def _batches(self) -> int:
-        """Batches that are read of a rank, and as many again where it resumes."""
-        return max(2, -(-_SEQUENCES // self._size))
 
     @contextlib.contextmanager
     def _as(self, rank: int) -> Iterator[None]:
@@ -238,10 +232,6 @@ class _Data:
             if not _same(found, right):
                 said = f"ranks {first} and {peer}, {axis.upper()} peers, read different batches"
                 self.wrong[said] = None
-
-    @property
-    def _length(self) -> int:
-        return batch.tokens_of_microbatch(self.config.training)[1]
 
     @property
     def _axes_of_peers(self) -> list[str]:

@@ -42,7 +42,7 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import resolve_config
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
-from titan_ext.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
+from titan_ext.verify.buffered import run_on_a_cpu
 
 STEPS, STEPS_OF_KEYS = 3, 2
 """Steps beside one process, and beside stock."""
@@ -187,13 +187,6 @@ class SmallJob:
     """With "balanced" what random weights make; with "skewed" all tokens go to the first expert of
     a layer, too; with "idle" none goes to it."""
 
-    @property
-    def microbatch(self) -> int:
-        """Sequences that a rank reads at once."""
-        keys = self.config.parallelism if self.layout.pp > 1 else None
-        tokens, length = batch.tokens_of_microbatch(self.config.training, keys)
-        return tokens // length
-
 
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
     """The layout of a trainer's config on ``ranks``, which its degrees divide."""
@@ -317,8 +310,7 @@ def make_small(
     if spec is not None:
         small.model_spec = extend_model_spec(spec)
     plain = in_full_precision(small.model_spec, emulates=True)
-    plain |= with_kernels_of_a_gpu(small.model_spec)
-    run_on_a_cpu(small, drops=True)
+    plain |= run_on_a_cpu(small, drops=True)
     model = small.model_spec.model
     said = [f"{len(model.layers)} blocks of your own"]
     if spec is None:
