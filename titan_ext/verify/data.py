@@ -35,7 +35,7 @@ from titan_ext.base.titan import batch
 from titan_ext.base.titan.data import split_among_workers
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.run.start import Paths
-from titan_ext.verify.judge import Verdict, Wrong
+from titan_ext.verify.judge import Verdict
 from titan_ext.verify.ranks import Processes, RunError
 from titan_ext.verify.small import Layout
 
@@ -71,7 +71,6 @@ def look_at_data(config: Any, layout: Layout, folder: Path, *, stock: bool) -> V
     the data cannot be read here, and says why.
     """
     folder /= "data"
-    folder.mkdir()
     serve = functools.partial(_look, _Data(config, layout, folder, stock))
     try:
         # With workers a loader has processes of its own.
@@ -86,7 +85,6 @@ def look_at_data(config: Any, layout: Layout, folder: Path, *, stock: bool) -> V
 
 def _look(data: "_Data", rank: int, call: Any) -> Verdict | str:
     """The verdict, or why there is none."""
-    torch.set_num_threads(1)
     try:
         return data.look()
     except Exception as error:  # whatever a loader, a tokenizer or a missing file raises
@@ -364,7 +362,7 @@ class _Data:
         )
         verdict = Verdict()
         if self.wrong:
-            verdict.wrong["data"] = [Wrong("; ".join(self.wrong), 0.0)]
+            verdict.note("data", "; ".join(self.wrong))
             verdict.notes.append(f"{'':10}{looked}")
         else:
             verdict.notes.append(f"{'data':10}{', '.join(proved)}: {looked}")

@@ -75,17 +75,17 @@ class Legs:
     _resumes: bool = True
 
     def __enter__(self) -> "Legs":
-        judge = functools.partial(_judge, self.job)
-        for name in ("ranks", "judge"):
-            (self.folder / name).mkdir()
-        self._judge = self._stack.enter_context(Processes(1, judge, self.folder / "judge"))
-        world = self.job.layout.world
+        self._judge = self._start(1, functools.partial(_judge, self.job), "judge")
         if self.job.config.compile.enable:
             _compile_once()
-        self._ranks = self._stack.enter_context(
-            Processes(world, functools.partial(_train, self.job), self.folder / "ranks")
-        )
+        self._ranks = self._start_ranks(self.job, "ranks")
         return self
+
+    def _start_ranks(self, job: SmallJob, name: str) -> Processes:
+        return self._start(job.layout.world, functools.partial(_train, job), name)
+
+    def _start(self, count: int, serve: Callable[[int, Any], Any], name: str) -> Processes:
+        return self._stack.enter_context(Processes(count, serve, self.folder / name))
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
@@ -136,10 +136,7 @@ class Legs:
         """Ranks of another layout for this job, if its keys allow one."""
         if (job := in_other_layout(self.job)) is None:
             return []
-        (self.folder / "others").mkdir()
-        train = functools.partial(_train, job)
-        ranks = Processes(job.layout.world, train, self.folder / "others")
-        return [(job.layout, self._stack.enter_context(ranks))]
+        return [(job.layout, self._start_ranks(job, "others"))]
 
     def keys(self, **choices: Any) -> Verdict:
         """Hold the job's own dtypes against Titan's own parallelize on the same ranks.
@@ -266,13 +263,11 @@ def _compile_once() -> None:
 
 
 def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
     arm, folder, saved = call
     return run_arm(job, arm, rank, folder, saved)
 
 
 def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
-    torch.set_num_threads(1)
     kind, *arguments = call
     return _JUDGES[kind](job, *arguments)
 

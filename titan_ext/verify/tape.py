@@ -26,7 +26,7 @@ from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
 from titan_ext.activation_checkpoint.op_effects import written
 from titan_ext.base.issuer import issuer
 from titan_ext.base.tensors import local_tensor, tensors_in
-from titan_ext.verify.judge import Verdict, Wrong, judge_equal, read_step, try_canary
+from titan_ext.verify.judge import Verdict, judge_equal, read_step, try_canary
 
 _WARM_UP = 1  # passes before the one that is recorded, as Titan's _warmup_remaining
 _AGAIN = 4  # is compared with that one: of three passes a step, the first of the second
@@ -255,7 +255,7 @@ def judge_replay(folders: Sequence[Path], seen: Sequence[Mapping[str, Any]], ste
     verdict, (graph, python) = Verdict(step=1), (each["graph"] for each in seen)
     found: dict[str, torch.Tensor] = {}
     if reads := graph["reads"]:
-        verdict.wrong["host"] = [Wrong(read, 0.0) for read in reads]
+        verdict.note("host", *reads)
         return verdict
     for verdict.step in range(1, steps + 1):
         found, right = (read_step(folder, verdict.step) for folder in folders)
