@@ -67,7 +67,7 @@ def _gradients(change: Callable[[str, torch.Tensor, Any], object]) -> Any:
 
     def step(trainer: Any, method: Any, iterator: Any) -> None:
         def hook(*_: Any) -> None:
-            for part in trainer.parts:
+            for part in trainer.model_parts:
                 for name, param in part.named_parameters():
                     if param.grad is not None:
                         change(name, local(param.grad), trainer)
@@ -125,7 +125,7 @@ def last_microbatch_of_replicas() -> Any:
     def once(trainer: Any, method: Any, **arguments: Any) -> Any:
         trainer.seen_microbatches = getattr(trainer, "seen_microbatches", 0) + 1
         is_last = trainer.seen_microbatches % trainer.gradient_accumulation_steps == 0
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for group in param_groups(part.modules()):
                 group.all_reduce_grads, group._partial_reduce_output = is_last, None
         return method(**arguments)
@@ -137,7 +137,8 @@ def experts_twice_each_microbatch() -> Any:
     """Megatron-LM #6660: where one rank has an expert's whole gradient, that is added to itself."""
 
     def twice(trainer: Any, method: Any, **arguments: Any) -> Any:
-        for part in trainer.parts if trainer.job.layout.ep == trainer.job.layout.shards else ():
+        layout = trainer.job.layout
+        for part in trainer.model_parts if layout.ep == layout.shards else ():
             for name, param in part.named_parameters():
                 if _is_expert(name) and param.grad is not None:
                     local(param.grad).mul_(2)
@@ -152,7 +153,7 @@ def idle_in_one_microbatch() -> Any:
     def without(trainer: Any, method: Any, **arguments: Any) -> Any:
         (weight,) = (
             param
-            for part in trainer.parts
+            for part in trainer.model_parts
             for name, param in part.named_parameters()
             if canonical_fqn(name) == "layers.1.attention.wo.weight"
         )
@@ -209,7 +210,7 @@ def load_twice() -> Any:
 
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for module in part.modules():
                 if isinstance(module, MoE):
                     module.register_forward_pre_hook(_note_load)
@@ -365,7 +366,7 @@ def float8_times_two() -> Any:
     """A float8 linear gets twice its gradient, in titan_ext alone."""
 
     def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        linear = trainer.parts[0].get_submodule(name.rpartition(".")[0])
+        linear = trainer.model_parts[0].get_submodule(name.rpartition(".")[0])
         is_here = canonical_fqn(name) == "layers.1.attention.wo.weight"
         if is_here and isinstance(linear, cast(Any, Float8Linear)) and not trainer.arm.stock:
             grad.mul_(2)
@@ -467,7 +468,7 @@ def idle_expert_without_gradient() -> Any:
         kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def before(*_: Any) -> None:
-            for part in trainer.parts:
+            for part in trainer.model_parts:
                 for name, param in part.named_parameters():
                     if _is_expert(name):
                         idle_E = ~local(param.grad).flatten(1).any(1)
@@ -509,7 +510,7 @@ def _adapters(name: str, change: Callable[[Any, torch.Tensor], torch.Tensor]) ->
 
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for each, module in part.named_modules():
                 if canonical_fqn(each).endswith(f"{name}.lora_b"):
                     module.register_forward_hook(lambda m, args, out: change(trainer, out))
@@ -635,7 +636,7 @@ def _correct_anew(trainer: Any) -> None:
 
 
 def _lose_a_bias(trainer: Any) -> None:
-    for part in trainer.parts:
+    for part in trainer.model_parts:
         for name, buffer in part.named_buffers():
             if "layers.1." in name and name.endswith("expert_bias_E"):
                 local(buffer).zero_()
@@ -643,7 +644,7 @@ def _lose_a_bias(trainer: Any) -> None:
 
 def _lose_a_buffer(trainer: Any) -> None:
     """One that no checkpoint has."""
-    for part in trainer.parts:
+    for part in trainer.model_parts:
         for name, buffer in part.named_buffers():
             if name.endswith("rope.cache"):
                 buffer[1:] = buffer[:-1].clone()
@@ -652,7 +653,7 @@ def _lose_a_buffer(trainer: Any) -> None:
 def _exchange_experts(trainer: Any) -> None:
     """In another layout only: the sweeps save with the experts spread over all ranks."""
     saved = len([*Path(trainer.checkpointer.folder).glob("step-*/*.distcp")])
-    for part in trainer.parts if trainer.parallel_dims.ep < saved else ():
+    for part in trainer.model_parts if trainer.parallel_dims.ep < saved else ():
         for name, param in part.named_parameters():
             if _is_expert(name) and "layers.1." in name:
                 with torch.no_grad():
