@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.quantization import Float8Linear
 from torchtitan.distributed import utils as dist_utils
@@ -26,6 +25,7 @@ from torchtitan.models.deepseek_v3 import mtp
 from titan_ext.activation_checkpoint import partition
 from titan_ext.activation_checkpoint.compile import CompiledPart
 from titan_ext.base.no_accelerator import PlainFlexAttention
+from titan_ext.base.tensors import local_tensor as local
 from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
@@ -36,12 +36,7 @@ from titan_ext.verify import arm
 patch = unittest.mock.patch.object
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@contextlib.contextmanager
-def _trainers(**changes: Callable[..., Any]) -> Iterator[None]:
+def _trainers(**changes: Callable[..., Any]) -> Any:
     """Trainers with other methods: each gets what the method was, bound, and its arguments."""
 
     def changed(kind: Any) -> type:
@@ -55,11 +50,9 @@ def _trainers(**changes: Callable[..., Any]) -> Iterator[None]:
 
         return type(kind.__name__, (kind,), {n: method(n, c) for n, c in changes.items()})
 
-    with (
-        patch(arm, "OurTrainer", changed(arm.OurTrainer)),
-        patch(arm, "StockTrainer", changed(arm.StockTrainer)),
-    ):
-        yield
+    return unittest.mock.patch.multiple(
+        arm, OurTrainer=changed(arm.OurTrainer), StockTrainer=changed(arm.StockTrainer)
+    )
 
 
 def _gradients(change: Callable[[str, torch.Tensor, Any], object]) -> Any:
@@ -194,15 +187,13 @@ def trained_on_padding() -> Any:
     return _trainers(forward_backward_step=trained)
 
 
-@contextlib.contextmanager
-def wrong_norm() -> Iterator[None]:
+def wrong_norm() -> Any:
     real = dist_utils.clip_grad_norm_
 
     def clip(parameters: Any, max_norm: float, **arguments: Any) -> torch.Tensor:
         return 1.41 * real(parameters, max_norm / 1.41, **arguments)
 
-    with patch(dist_utils, "clip_grad_norm_", clip):
-        yield
+    return patch(dist_utils, "clip_grad_norm_", clip)
 
 
 def load_twice() -> Any:
@@ -229,15 +220,15 @@ def _add_load_again(module: Any, args: Any, output: Any) -> None:
         load_E.add_(load_E - module.noted_load)
 
 
-@contextlib.contextmanager
-def _router(change: Callable[..., Any]) -> Iterator[None]:
+def _scores(change: Callable[[Any, Any, Any], Any]) -> Any:
+    """``change`` the scores of a router, which has chosen experts by scores and biases."""
     real = TokenChoiceTopKRouter.forward
 
     def forward(self: Any, x: Any, bias: Any = None) -> Any:
-        return change(real, self, x, bias)
+        scores, ids, every = real(self, x, bias)
+        return change(scores, ids, bias), ids, every
 
-    with patch(TokenChoiceTopKRouter, "forward", forward):
-        yield
+    return patch(TokenChoiceTopKRouter, "forward", forward)
 
 
 def gate_in_bf16() -> Any:
@@ -259,16 +250,14 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-@contextlib.contextmanager
-def _returns(kind: Any, change: Callable[[Any], Any]) -> Iterator[None]:
+def _returns(kind: Any, change: Callable[[Any], Any]) -> Any:
     real = kind.forward
 
     @functools.wraps(real)  # sharding reads the names of its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return change(real(self, *args, **kwargs))
 
-    with patch(kind, "forward", forward):
-        yield
+    return patch(kind, "forward", forward)
 
 
 def _microbatches(change: Callable[..., None]) -> Any:
@@ -335,20 +324,11 @@ def always_clipped() -> Any:
 
 def detached_router() -> Any:
     """Automodel #2995: the router's scores go to the experts' ranks without their gradient."""
-
-    def detached(real: Any, self: Any, x: Any, bias: Any) -> Any:
-        scores, ids, every = real(self, x, bias)
-        return scores.detach(), ids, every
-
-    return _router(detached)
+    return _scores(lambda scores, *_: scores.detach())
 
 
 def bias_in_scores() -> Any:
-    def biased(real: Any, self: Any, x: Any, bias: Any) -> Any:
-        scores, ids, every = real(self, x, bias)
-        return scores if bias is None else scores + local(bias)[ids], ids, every
-
-    return _router(biased)
+    return _scores(lambda scores, ids, bias: scores if bias is None else scores + local(bias)[ids])
 
 
 def bfloat16_before_reduction() -> Any:
@@ -561,15 +541,13 @@ def _one_off(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-@contextlib.contextmanager
-def gathered_wrong() -> Iterator[None]:
+def gathered_wrong() -> Any:
     real = collectives._decoded
 
     def decoded(*arguments: Any) -> list[torch.Tensor]:
         return [_one_off(values.flatten()).view_as(values) for values in real(*arguments)]
 
-    with patch(collectives, "_decoded", decoded):
-        yield
+    return patch(collectives, "_decoded", decoded)
 
 
 def compiled_wrong() -> Any:

@@ -22,7 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
@@ -47,7 +46,7 @@ from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_preci
 from titan_ext.run.trainer import Trainer
 from titan_ext.verify.buffered import run_on_a_cpu
 from titan_ext.verify.small import RESHARD, STEPS, SmallJob, resumes, set_key
-from titan_ext.verify.tape import Replayed
+from titan_ext.verify.tape import PastCompilers, Replayed
 
 POLICY = "activation_checkpoint.policy"
 _EXACTLY = {key: facts.off for key, facts in FACTS.items() if facts.narrow}
@@ -126,7 +125,7 @@ class Arm:
         return self.fp32 and self.steps == STEPS and resumes(job.config)
 
 
-class KeepDtype(TorchDispatchMode):
+class KeepDtype(PastCompilers):
     """Leaves tensors in fp32 where anything asks for bfloat16; the job's own dtypes see the rest.
 
     Titan's experts call ``Tensor.bfloat16`` (torchtitan/models/common/moe.py), whatever the job's
@@ -148,11 +147,6 @@ class KeepDtype(TorchDispatchMode):
             else:
                 kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile without this mode, and run what that gave in it."""
-        return True
 
 
 def _place_in_a_model(frame: Any) -> str:

@@ -275,7 +275,7 @@ def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
 def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
     """Hold arms against others: a call has its kind, its steps, and the folders of its arms."""
     verdict = Verdict()
-    in_fp32 = functools.cache(functools.partial(_in_fp32, job))
+    in_fp32 = functools.partial(_in_fp32, job)
     for kind, steps, *folders in calls:
         for step in range(1, steps + 1):
             if kind in ("equal", "dtypes") and not verdict.is_right:
@@ -297,7 +297,8 @@ def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
 
 def _in_fp32(job: SmallJob) -> dict[str, torch.Tensor]:
     """Gradients of the first step, with the attention that arms in the job's dtypes have."""
-    step = Reference(job, 0, torch.float32, masks=False).step(1)
+    if (step := _first_steps.get("fp32")) is None:
+        step = _first_steps["fp32"] = Reference(job, 0, torch.float32, masks=False).step(1)
     return {f"grad:{name}": grad for name, grad in step.grads.items()}
 
 
@@ -331,8 +332,9 @@ def _check_routing(job: SmallJob, loads: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-_first_steps: dict[int, Any] = {}
-"""What the reference computes in the first step, by seed: arms of other keys need it again."""
+_first_steps: dict[int | str, Any] = {}
+"""What the reference computes in the first step, by seed, and in fp32 with the attention of the
+job's dtypes: arms of other keys need it again."""
 
 
 @dataclass

@@ -78,7 +78,15 @@ class _Reads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Tape(TorchDispatchMode):
+class PastCompilers(TorchDispatchMode):
+    """A mode without which torch compiles, and in which it runs what that gave."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Tape(PastCompilers):
     """Records what is computed inside of it, if it ``listens``.
 
     What is compiled in its modes is compiled again outside of them, so all passes run in a tape.
@@ -95,11 +103,6 @@ class Tape(TorchDispatchMode):
         """Names of all operations, with numbers that Python gave them, and their lines."""
         self.reads: dict[str, None] = {}
         """Where the host reads a value."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile without this mode, and run what that gave in it."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
