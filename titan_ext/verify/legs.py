@@ -247,12 +247,11 @@ def apart(digests: Sequence[Mapping[Any, int]]) -> list[str]:
 
     A key is a name, and where a shard begins.
     """
-    first: dict[Any, int] = {}
+    found: dict[Any, set[int]] = {}
     for of_rank in digests:
         for shard, digest in of_rank.items():
-            first.setdefault(shard, digest)
-    differ = {key for of_rank in digests for key, digest in of_rank.items() if digest != first[key]}
-    return list(dict.fromkeys(key[0] for key in first if key in differ))
+            found.setdefault(shard, set()).add(digest)
+    return list(dict.fromkeys(name for (name, _), of in found.items() if len(of) > 1))
 
 
 def _compile_once() -> None:
