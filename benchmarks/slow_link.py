@@ -250,7 +250,6 @@ def _take_turn(job: Job, nodes: Sequence[str], folder: Path, rank: int, arm: str
 
     if not _trainers:
         _enter(nodes[rank // job.per_node])
-        torch.set_num_threads(1)
         no_accelerator.enable()
         register_stdlib_corpus()
     os.environ |= {"MASTER_ADDR": f"{_ADDRESS}.1", "GLOO_SOCKET_IFNAME": _WIRE}
@@ -272,7 +271,6 @@ def measure(
     """Rates in Mbit/s, the bytes a second of an exchange alone there, and the steps of each arm."""
     from titan_ext.verify.ranks import Processes
 
-    folder.mkdir(parents=True, exist_ok=True)
     with linked_namespaces() as nodes:
         serve = functools.partial(_take_turn, job, nodes, folder)
         with Processes(job.ranks, serve, folder) as ranks:
@@ -331,7 +329,6 @@ def _plan(job: Job, machine: Any, folder: Path, rank: int, arm: str) -> Plan:
 def plans_of(job: Job, machine: Any, folder: Path) -> dict[str, Plan]:
     from titan_ext.verify.ranks import Processes
 
-    folder.mkdir(parents=True, exist_ok=True)
     machine = replace(machine, ranks_per_node=job.per_node, nvlink_domain=job.per_node)
     with Processes(1, functools.partial(_plan, job, machine, folder), folder) as planner:
         return {arm: planner.call(arm)[0] for arm in job.arms}

@@ -56,9 +56,10 @@ def test_no_other_file_asks_for_what_another_titan_has_elsewhere():
 
 def test_tokens_of_a_microbatch():
     training = TrainingConfig(local_batch_size=8, seq_len=128)
-    assert tokens_of_microbatch(training) == (1024, 128)
     parallelism = ParallelismConfig(pipeline_parallel_microbatch_size=2)
-    assert tokens_of_microbatch(training, parallelism) == (256, 128)
+    for degree, tokens in ((1, 1024), (2, 256)):
+        parallelism.pipeline_parallel_degree = degree
+        assert tokens_of_microbatch(training, parallelism) == (tokens, 128)
 
 
 def test_a_step_is_whole_passes():

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.quantization import Float8Linear
 from torchtitan.distributed import utils as dist_utils
@@ -26,6 +25,7 @@ from torchtitan.models.deepseek_v3 import mtp
 from titan_ext.activation_checkpoint import partition
 from titan_ext.activation_checkpoint.compile import CompiledPart
 from titan_ext.base.no_accelerator import PlainFlexAttention
+from titan_ext.base.tensors import local_tensor as local
 from titan_ext.components import early_scores, exchange
 from titan_ext.fp8 import saved_tensors
 from titan_ext.fsdp import collectives
@@ -36,12 +36,7 @@ from titan_ext.verify import arm
 patch = unittest.mock.patch.object
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-@contextlib.contextmanager
-def _trainers(**changes: Callable[..., Any]) -> Iterator[None]:
+def _trainers(**changes: Callable[..., Any]) -> Any:
     """Trainers with other methods: each gets what the method was, bound, and its arguments."""
 
     def changed(kind: Any) -> type:
@@ -55,11 +50,9 @@ def _trainers(**changes: Callable[..., Any]) -> Iterator[None]:
 
         return type(kind.__name__, (kind,), {n: method(n, c) for n, c in changes.items()})
 
-    with (
-        patch(arm, "OurTrainer", changed(arm.OurTrainer)),
-        patch(arm, "StockTrainer", changed(arm.StockTrainer)),
-    ):
-        yield
+    return unittest.mock.patch.multiple(
+        arm, OurTrainer=changed(arm.OurTrainer), StockTrainer=changed(arm.StockTrainer)
+    )
 
 
 def _gradients(change: Callable[[str, torch.Tensor, Any], object]) -> Any:
@@ -67,7 +60,7 @@ def _gradients(change: Callable[[str, torch.Tensor, Any], object]) -> Any:
 
     def step(trainer: Any, method: Any, iterator: Any) -> None:
         def hook(*_: Any) -> None:
-            for part in trainer.parts:
+            for part in trainer.model_parts:
                 for name, param in part.named_parameters():
                     if param.grad is not None:
                         change(name, local(param.grad), trainer)
@@ -125,7 +118,7 @@ def last_microbatch_of_replicas() -> Any:
     def once(trainer: Any, method: Any, **arguments: Any) -> Any:
         trainer.seen_microbatches = getattr(trainer, "seen_microbatches", 0) + 1
         is_last = trainer.seen_microbatches % trainer.gradient_accumulation_steps == 0
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for group in param_groups(part.modules()):
                 group.all_reduce_grads, group._partial_reduce_output = is_last, None
         return method(**arguments)
@@ -137,7 +130,8 @@ def experts_twice_each_microbatch() -> Any:
     """Megatron-LM #6660: where one rank has an expert's whole gradient, that is added to itself."""
 
     def twice(trainer: Any, method: Any, **arguments: Any) -> Any:
-        for part in trainer.parts if trainer.job.layout.ep == trainer.job.layout.shards else ():
+        layout = trainer.job.layout
+        for part in trainer.model_parts if layout.ep == layout.shards else ():
             for name, param in part.named_parameters():
                 if _is_expert(name) and param.grad is not None:
                     local(param.grad).mul_(2)
@@ -152,7 +146,7 @@ def idle_in_one_microbatch() -> Any:
     def without(trainer: Any, method: Any, **arguments: Any) -> Any:
         (weight,) = (
             param
-            for part in trainer.parts
+            for part in trainer.model_parts
             for name, param in part.named_parameters()
             if canonical_fqn(name) == "layers.1.attention.wo.weight"
         )
@@ -193,15 +187,13 @@ def trained_on_padding() -> Any:
     return _trainers(forward_backward_step=trained)
 
 
-@contextlib.contextmanager
-def wrong_norm() -> Iterator[None]:
+def wrong_norm() -> Any:
     real = dist_utils.clip_grad_norm_
 
     def clip(parameters: Any, max_norm: float, **arguments: Any) -> torch.Tensor:
         return 1.41 * real(parameters, max_norm / 1.41, **arguments)
 
-    with patch(dist_utils, "clip_grad_norm_", clip):
-        yield
+    return patch(dist_utils, "clip_grad_norm_", clip)
 
 
 def load_twice() -> Any:
@@ -209,7 +201,7 @@ def load_twice() -> Any:
 
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for module in part.modules():
                 if isinstance(module, MoE):
                     module.register_forward_pre_hook(_note_load)
@@ -228,15 +220,15 @@ def _add_load_again(module: Any, args: Any, output: Any) -> None:
         load_E.add_(load_E - module.noted_load)
 
 
-@contextlib.contextmanager
-def _router(change: Callable[..., Any]) -> Iterator[None]:
+def _scores(change: Callable[[Any, Any, Any], Any]) -> Any:
+    """``change`` the scores of a router, which has chosen experts by scores and biases."""
     real = TokenChoiceTopKRouter.forward
 
     def forward(self: Any, x: Any, bias: Any = None) -> Any:
-        return change(real, self, x, bias)
+        scores, ids, every = real(self, x, bias)
+        return change(scores, ids, bias), ids, every
 
-    with patch(TokenChoiceTopKRouter, "forward", forward):
-        yield
+    return patch(TokenChoiceTopKRouter, "forward", forward)
 
 
 def gate_in_bf16() -> Any:
@@ -258,16 +250,14 @@ def _rounded(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16().to(x.dtype)
 
 
-@contextlib.contextmanager
-def _returns(kind: Any, change: Callable[[Any], Any]) -> Iterator[None]:
+def _returns(kind: Any, change: Callable[[Any], Any]) -> Any:
     real = kind.forward
 
     @functools.wraps(real)  # sharding reads the names of its arguments
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return change(real(self, *args, **kwargs))
 
-    with patch(kind, "forward", forward):
-        yield
+    return patch(kind, "forward", forward)
 
 
 def _microbatches(change: Callable[..., None]) -> Any:
@@ -334,20 +324,11 @@ def always_clipped() -> Any:
 
 def detached_router() -> Any:
     """Automodel #2995: the router's scores go to the experts' ranks without their gradient."""
-
-    def detached(real: Any, self: Any, x: Any, bias: Any) -> Any:
-        scores, ids, every = real(self, x, bias)
-        return scores.detach(), ids, every
-
-    return _router(detached)
+    return _scores(lambda scores, *_: scores.detach())
 
 
 def bias_in_scores() -> Any:
-    def biased(real: Any, self: Any, x: Any, bias: Any) -> Any:
-        scores, ids, every = real(self, x, bias)
-        return scores if bias is None else scores + local(bias)[ids], ids, every
-
-    return _router(biased)
+    return _scores(lambda scores, ids, bias: scores if bias is None else scores + local(bias)[ids])
 
 
 def bfloat16_before_reduction() -> Any:
@@ -365,7 +346,7 @@ def float8_times_two() -> Any:
     """A float8 linear gets twice its gradient, in titan_ext alone."""
 
     def change(name: str, grad: torch.Tensor, trainer: Any) -> None:
-        linear = trainer.parts[0].get_submodule(name.rpartition(".")[0])
+        linear = trainer.model_parts[0].get_submodule(name.rpartition(".")[0])
         is_here = canonical_fqn(name) == "layers.1.attention.wo.weight"
         if is_here and isinstance(linear, cast(Any, Float8Linear)) and not trainer.arm.stock:
             grad.mul_(2)
@@ -467,7 +448,7 @@ def idle_expert_without_gradient() -> Any:
         kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def before(*_: Any) -> None:
-            for part in trainer.parts:
+            for part in trainer.model_parts:
                 for name, param in part.named_parameters():
                     if _is_expert(name):
                         idle_E = ~local(param.grad).flatten(1).any(1)
@@ -509,7 +490,7 @@ def _adapters(name: str, change: Callable[[Any, torch.Tensor], torch.Tensor]) ->
 
     def build(trainer: Any, method: Any, *arguments: Any) -> None:
         method(*arguments)
-        for part in trainer.parts:
+        for part in trainer.model_parts:
             for each, module in part.named_modules():
                 if canonical_fqn(each).endswith(f"{name}.lora_b"):
                     module.register_forward_hook(lambda m, args, out: change(trainer, out))
@@ -560,15 +541,13 @@ def _one_off(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-@contextlib.contextmanager
-def gathered_wrong() -> Iterator[None]:
+def gathered_wrong() -> Any:
     real = collectives._decoded
 
     def decoded(*arguments: Any) -> list[torch.Tensor]:
         return [_one_off(values.flatten()).view_as(values) for values in real(*arguments)]
 
-    with patch(collectives, "_decoded", decoded):
-        yield
+    return patch(collectives, "_decoded", decoded)
 
 
 def compiled_wrong() -> Any:
@@ -635,7 +614,7 @@ def _correct_anew(trainer: Any) -> None:
 
 
 def _lose_a_bias(trainer: Any) -> None:
-    for part in trainer.parts:
+    for part in trainer.model_parts:
         for name, buffer in part.named_buffers():
             if "layers.1." in name and name.endswith("expert_bias_E"):
                 local(buffer).zero_()
@@ -643,7 +622,7 @@ def _lose_a_bias(trainer: Any) -> None:
 
 def _lose_a_buffer(trainer: Any) -> None:
     """One that no checkpoint has."""
-    for part in trainer.parts:
+    for part in trainer.model_parts:
         for name, buffer in part.named_buffers():
             if name.endswith("rope.cache"):
                 buffer[1:] = buffer[:-1].clone()
@@ -652,7 +631,7 @@ def _lose_a_buffer(trainer: Any) -> None:
 def _exchange_experts(trainer: Any) -> None:
     """In another layout only: the sweeps save with the experts spread over all ranks."""
     saved = len([*Path(trainer.checkpointer.folder).glob("step-*/*.distcp")])
-    for part in trainer.parts if trainer.parallel_dims.ep < saved else ():
+    for part in trainer.model_parts if trainer.parallel_dims.ep < saved else ():
         for name, param in part.named_parameters():
             if _is_expert(name) and "layers.1." in name:
                 with torch.no_grad():

@@ -171,6 +171,7 @@ def _looks(folder: Path) -> dict[str, str]:
     said = {}
     for name, change in cases.items():
         config = resolve("moe_debug.toml").config
+        config.parallelism.pipeline_parallel_degree = layout.pp
         config.parallelism.pipeline_parallel_microbatch_size = 4
         change(config)
         data._PATIENCE_S = 2.0 if name == "hangs" else 60.0

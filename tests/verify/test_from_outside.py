@@ -37,8 +37,7 @@ GATE = "router.gate.weight"
 # -- faults: contexts in which a layer, or a job, is broken
 
 
-@contextlib.contextmanager
-def one_bit_of_bfloat16() -> Iterator[None]:
+def one_bit_of_bfloat16() -> Any:
     """What experts send back in bfloat16 has another last bit."""
     real = FunctionalAllToAllTokenDispatcher._combine_token_exchange
 
@@ -46,20 +45,17 @@ def one_bit_of_bfloat16() -> Iterator[None]:
         rows_ND = real(self, *args)
         return rows_ND * (1 + 2**-7) if rows_ND.dtype is torch.bfloat16 else rows_ND
 
-    with patch(FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", combine):
-        yield
+    return patch(FunctionalAllToAllTokenDispatcher, "_combine_token_exchange", combine)
 
 
-@contextlib.contextmanager
-def scales_of_float8() -> Iterator[None]:
+def scales_of_float8() -> Any:
     """Tokens that traveled in float8 are four times what they were."""
     real = exchange.unpack
 
     def unpack(*args: Any) -> torch.Tensor:
         return real(*args) * (1 if default_codec().dtype == "exact" else 4)
 
-    with patch(exchange, "unpack", unpack):
-        yield
+    return patch(exchange, "unpack", unpack)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,7 @@ def test_jobs_fit_their_ranks_and_cover_all_values():
         table = tomllib.loads(toml_of(job))
         degrees = {k: v for k, v in table["parallelism"].items() if k.endswith("_degree")}
         expert = degrees.pop("expert_parallel_degree")
-        product = 1
-        for degree in degrees.values():
-            product *= degree
-        assert int(job["ranks"]) % product == 0
+        assert int(job["ranks"]) % math.prod(degrees.values()) == 0
         shards = int(job["ranks"]) // degrees["data_parallel_replicate_degree"]
         assert shards // degrees["pipeline_parallel_degree"] % expert == 0
         assert table["world_size"] == int(job["ranks"])

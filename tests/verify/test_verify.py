@@ -462,51 +462,39 @@ def test_places_that_round_for_no_kernel_are_named():
         assert torch.equal(rounds(x), x)
 
 
-def test_parameters_in_bf16_are_fp32_in_the_first_comparison():
-    job = _small("moe_debug.toml", ("--training.dtype", "bfloat16"), 2)
-    dtypes = [Arm(fp32=fp32).config_of(job).training.dtype for fp32 in (True, False)]
-    assert dtypes == ["float32", "bfloat16"]
-
-
-def test_arms_of_ours_offload_where_the_job_does():
-    """Titan's would pin memory, which no CPU can."""
-    job = _small("moe_debug.toml", ("--training.enable_cpu_offload",), 2)
-    for arm in (Arm(), Arm(stock=True)):
-        assert arm.config_of(job).training.enable_cpu_offload == (not arm.stock)
+def test_dtypes_and_offload_of_an_arm():
+    """Parameters in bf16 are fp32 in the first comparison, and Titan's offload would pin memory."""
+    flags = ("--training.dtype", "bfloat16", "--training.enable_cpu_offload")
+    job = _small("moe_debug.toml", flags, 2)
+    for arm in (Arm(), Arm(fp32=False), Arm(stock=True)):
+        training = arm.config_of(job).training
+        assert training.dtype == ("float32" if arm.fp32 else "bfloat16")
+        assert training.enable_cpu_offload == (not arm.stock)
 
 
 SHIPPED = sorted(path.name for path in Path("train_configs").glob("*.toml"))
 
 
-def _decided(name: str) -> tuple[Layout, Layout | None, list[str], int]:
-    resolved, ranks = resolve(name), ranks_of(name)
-    job = make_small(resolved.config, layout_of(resolved.config, ranks, Nodes(8, 8)))
-    decided = decisions(job.config, job.layout)
-    changed = differences(job.decisions, decided) + lost_shards(job.decisions, decided)
-    other = in_other_layout(job)
-    assert job.decisions["prefetch"].endswith(" behind")
-    parallelism = replace(job.config.parallelism, fsdp_prefetch=0)
-    ahead = decisions(replace(job.config, parallelism=parallelism), job.layout)
-    if job.layout.world > 1:
-        assert [each.partition(":")[0] for each in differences(job.decisions, ahead)] == [
-            "prefetch"
-        ]
-    return job.layout, other.layout if other else None, changed, job.parameters
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_small_job_decides_as_the_large_one(name: str):
-    layout, other, changed, parameters = _decided(name)
-    assert changed == []
-    assert parameters < 80e6
+    config = resolve(name).config
+    job = make_small(config, layout_of(config, ranks_of(name), Nodes(8, 8)))
+    decided, layout, other = decisions(job.config, job.layout), job.layout, in_other_layout(job)
+    assert differences(job.decisions, decided) + lost_shards(job.decisions, decided) == []
+    assert job.parameters < 80e6
+    assert job.decisions["prefetch"].endswith(" behind")
     if name == "deepseek_v3_671b.toml":  # 512 ranks share 256 experts
         assert str(layout) == "8 ranks, EP 2 x EDP 4"
     if layout.world == 1:
         assert other is None
-    else:  # where it resumes, too
-        assert other is not None
-        assert other.world <= layout.world // 2
-        assert (other.ep > 1) == (layout.ep > 1)
+        return
+    parallelism = replace(job.config.parallelism, fsdp_prefetch=0)
+    ahead = decisions(replace(job.config, parallelism=parallelism), layout)
+    (changed,) = differences(job.decisions, ahead)
+    assert changed.startswith("prefetch:")
+    assert other is not None  # where it resumes
+    assert other.layout.world <= layout.world // 2
+    assert (other.layout.ep > 1) == (layout.ep > 1)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def resolve_exchanges(
     save: SaveAllToAll = getattr(parallelism, "save_all_to_all", "auto")
     saved = save == "always" or (save == "auto" and (stock_saves or ep > nodes.ranks))
     overlap: OverlapExchanges = getattr(parallelism, "overlap_exchanges", "shared_experts")
-    if overlap == "halves" and (why_not := _no_halves(parallelism, training, parallel_dims, ep)):
+    if overlap == "halves" and (why_not := _no_halves(parallelism, training, ep)):
         notes.append(f'parallelism.overlap_exchanges = "halves" does nothing: {why_not}.')
         overlap = "shared_experts"
     if overlap == "shared_experts" and (ep == 1 or parallel_dims.tp_enabled):
@@ -158,12 +158,9 @@ def ranks_of_token(router: TokenChoiceTopKRouter.Config, ep: int) -> float:
     return ep * (1 - missed)
 
 
-def _no_halves(
-    parallelism: Any, training: TrainingConfig, parallel_dims: ParallelDims, ep: int
-) -> str:
+def _no_halves(parallelism: Any, training: TrainingConfig, ep: int) -> str:
     """The reason why a batch does not run as two halves; "" if it does."""
     if ep == 1:
         return "no tokens travel (EP 1)"
-    pipelined = parallelism if parallel_dims.pp_enabled else None
-    tokens, of_sequence = tokens_of_microbatch(training, pipelined)
+    tokens, of_sequence = tokens_of_microbatch(training, parallelism)
     return "" if tokens > of_sequence else "a forward has one sequence"

@@ -4,9 +4,7 @@
 The step itself is ``plan.dry_run``. Nothing here imports torch before the command needs it.
 """
 
-import gc
 import json
-import os
 import re
 import shlex
 import sys
@@ -20,7 +18,7 @@ import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes, size_of
-from titan_ext.config_registry.terminal import loading, phase
+from titan_ext.config_registry.terminal import phase, start_without_a_gpu
 from titan_ext.toml.files import extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -78,9 +76,7 @@ class DryRun:
         Mistakes(self._wrong()).raise_all()
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
-        gc.disable()  # imports alone make it walk millions of objects, and we end soon
-        loading()
+        start_without_a_gpu()
         from titan_ext.activation_checkpoint.op_rules import has_budget
         from titan_ext.base import no_accelerator
         from titan_ext.config_registry.resolve import resolve

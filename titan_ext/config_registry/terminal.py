@@ -2,6 +2,7 @@
 """Log and terminal: filters for Titan's log; what a command does now."""
 
 import contextlib
+import gc
 import logging
 import os
 import sys
@@ -75,6 +76,13 @@ def phase(text: str) -> None:
     seconds = time.monotonic() - _started
     if seconds >= 1:
         print(f"{PHASE}{text} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+
+
+def start_without_a_gpu() -> None:
+    """For a command that runs on this machine alone, before torch is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gc.disable()  # imports alone make it walk millions of objects, and commands end soon
+    loading()
 
 
 def loading() -> None:

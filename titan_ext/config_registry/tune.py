@@ -4,7 +4,6 @@
 The search itself is ``plan.search``. Nothing here imports torch before the command needs it.
 """
 
-import gc
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
 from titan_ext.base.messages import Mistakes, duration, size_of
-from titan_ext.config_registry.terminal import loading, phase
+from titan_ext.config_registry.terminal import phase, start_without_a_gpu
 from titan_ext.toml.files import check_new_file, extends_in, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -72,10 +71,8 @@ class Tune:
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
             check_new_file(self.out / _FILE)
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
-        gc.disable()  # imports alone make it walk millions of objects
         started = time.monotonic()
-        loading()
+        start_without_a_gpu()
         from titan_ext.plan.stand_ins import as_rank
 
         nodes = machine.ranks_per_node, machine.nvlink_domain

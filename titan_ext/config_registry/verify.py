@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """``titan_ext verify CONFIG``: are a job's numbers right, and if not, which key is to blame?"""
 
-import gc
 import itertools
 import os
 import shlex
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from titan_ext.base.machines import MEMORY, machine_of
-from titan_ext.config_registry.terminal import loading, phase
+from titan_ext.config_registry.terminal import phase, start_without_a_gpu
 from titan_ext.toml.files import WORLD_SIZE, KeyLocation, find, import_dotted, ranks_of, to_toml
 
 if TYPE_CHECKING:
@@ -76,11 +75,9 @@ class Verify:
     """Print the log of the start, too."""
 
     def run(self, flags: list[str]) -> None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch is imported
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # forks are safe without threads
-        gc.disable()  # imports alone make it walk millions of objects
         started = time.monotonic()
-        loading()
+        start_without_a_gpu()
         try:
             with tempfile.TemporaryDirectory(prefix="titan_ext_verify_") as folder:
                 is_right = self._verify(flags, Path(folder))

@@ -171,8 +171,7 @@ class DryRun(Trainer):
     @property
     def _microbatch(self) -> tuple[int, int]:
         """Tokens of a microbatch and of a sequence."""
-        pipelined = self.config.parallelism if self.parallel_dims.pp_enabled else None
-        return tokens_of_microbatch(self.config.training, pipelined)
+        return tokens_of_microbatch(self.config.training, self.config.parallelism)
 
     @property
     def _microbatches(self) -> int:

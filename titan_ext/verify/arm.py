@@ -22,7 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization import NF4Tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
@@ -36,6 +35,7 @@ from titan_ext.activation_checkpoint.memory_report import kept_tensors
 from titan_ext.base import no_accelerator
 from titan_ext.base.messages import checks_later
 from titan_ext.base.tensors import local_tensor, optimizer_states, plain_tensors, wrapping
+from titan_ext.base.titan.batch import tokens_of_microbatch
 from titan_ext.base.titan.parallelism import data_rank, keep_frozen, load_groups
 from titan_ext.fp8.codec import Codec, use_codec
 from titan_ext.fsdp.collectives import Float8AllGather
@@ -46,7 +46,7 @@ from titan_ext.plan.stand_ins import RankOrder, as_rank, as_stock, in_full_preci
 from titan_ext.run.trainer import Trainer
 from titan_ext.verify.buffered import run_on_a_cpu
 from titan_ext.verify.small import RESHARD, STEPS, SmallJob, resumes, set_key
-from titan_ext.verify.tape import Replayed
+from titan_ext.verify.tape import PastCompilers, Replayed
 
 POLICY = "activation_checkpoint.policy"
 _EXACTLY = {key: facts.off for key, facts in FACTS.items() if facts.narrow}
@@ -125,7 +125,7 @@ class Arm:
         return self.fp32 and self.steps == STEPS and resumes(job.config)
 
 
-class KeepDtype(TorchDispatchMode):
+class KeepDtype(PastCompilers):
     """Leaves tensors in fp32 where anything asks for bfloat16; the job's own dtypes see the rest.
 
     Titan's experts call ``Tensor.bfloat16`` (torchtitan/models/common/moe.py), whatever the job's
@@ -147,11 +147,6 @@ class KeepDtype(TorchDispatchMode):
             else:
                 kwargs = kwargs | {"dtype": args[0].dtype}
         return func(*args, **kwargs)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile without this mode, and run what that gave in it."""
-        return True
 
 
 def _place_in_a_model(frame: Any) -> str:
@@ -273,9 +268,11 @@ _dims: list[ParallelDims] = []
 class _Watched:
     """A trainer with verify's batches and first weights, of which each step's tensors are kept."""
 
-    job: SmallJob
-    arm: Arm
-    folder: Path
+    config: Any
+    model_parts: list[Any]
+    optimizers: Any
+    lr_schedulers: Any
+    step: int
 
     def __init__(
         self, config: Any, job: SmallJob, arm: Arm, folder: Path, saved: Path | None
@@ -300,12 +297,7 @@ class _Watched:
         )
         super().__init__(config)  # type: ignore[call-arg]
         if saved is None:  # else all of it is loaded
-            fill_model(self.parts, arm.seed, job.routing)
-
-    @property
-    def parts(self) -> list[Any]:
-        """The model's parts on this rank."""
-        return cast(Any, self).model_parts
+            fill_model(self.model_parts, arm.seed, job.routing)
 
     def init_distributed(self) -> ParallelDims:
         if not _dims:
@@ -342,20 +334,21 @@ class _Watched:
                         module.tokens_per_expert_E.zero_()
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        ranks, size = self.job.layout.data_ranks, self.job.microbatch
-        before = samples_of_step(self.job, cast(Any, self).step).start  # of the first that asks
+        ranks, config = self.job.layout.data_ranks, self.config
+        tokens, length = tokens_of_microbatch(config.training, config.parallelism)
+        size = tokens // length
+        before = samples_of_step(self.job, self.step).start  # of the first that asks
         first = before + data_rank(_dims[0]) * size
         while True:
             yield batch(range(first, first + size), self.job, self.arm.seed)
             first += ranks * size
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        trainer: Any = self
-        trainer.config.training.max_norm = max_norm(self.job, trainer.step)
+        self.config.training.max_norm = max_norm(self.job, self.step)
         with torch.no_grad():
-            force_routing(self.parts, self.job, trainer.step)
+            force_routing(self.model_parts, self.job, self.step)
         super().train_step(data_iterator)  # type: ignore[misc]
-        self.keep(trainer.step, dict(self.counts), grads=True)
+        self.keep(self.step, dict(self.counts), grads=True)
 
     def keep(self, step: int, tensors: dict[str, torch.Tensor], *, grads: bool) -> None:
         """Write ``tensors`` and those of the model, and what the optimizer knows at a save.
@@ -364,7 +357,7 @@ class _Watched:
         """
         found: dict[str, torch.Tensor | None] = {}
         saves = step == STEPS and self.arm.saves(self.job)
-        for part in self.parts:
+        for part in self.model_parts:
             for name, param in part.named_parameters():
                 name = canonical_fqn(name)
                 found |= {f"grad:{name}": param.grad if grads else None, f"param:{name}": param}
@@ -390,9 +383,9 @@ class _Watched:
 
     def _states(self) -> dict[str, torch.Tensor]:
         """The optimizer's states and rates, by name of parameter, and those of the schedule."""
-        counts = cast(Any, self).lr_schedulers.state_dict()
+        counts = self.lr_schedulers.state_dict()
         found = {f"state:{key} of the schedule": torch.as_tensor(counts[key]) for key in counts}
-        for optimizer in cast(Any, self).optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for name, param in zip(group["param_names"], group["params"], strict=True):
                     states = {**optimizer.state.get(param, {}), "lr": torch.as_tensor(group["lr"])}
@@ -402,10 +395,10 @@ class _Watched:
 
     def dtypes(self) -> dict[str, str]:
         """Dtypes of what is trained, of what FSDP sends, and of what the optimizer keeps."""
-        params = [param for part in self.parts for param in part.parameters()]
+        params = [param for part in self.model_parts for param in part.parameters()]
         # Of parameters: torch 2.15's groups have none.
         policies = [p.mp_policy for group in self._groups() for p in group.fsdp_params]
-        states = optimizer_states(cast(Any, self).optimizers)
+        states = optimizer_states(self.optimizers)
         found = {
             "parameters": [param.dtype for param in params],
             "gathered in": [policy.param_dtype for policy in policies],
@@ -420,11 +413,11 @@ class _Watched:
 
     def engaged(self) -> dict[str, int]:
         """In how many places of this rank there is what a key asks for, by its name."""
-        modules = [module for part in self.parts for module in part.modules()]
+        modules = [module for part in self.model_parts for module in part.modules()]
         moes = [module for module in modules if isinstance(module, MoE)]
         ways = [moe.routed_experts.token_dispatcher for moe in moes]
         gathers = [isinstance(group._all_gather_comm, Float8AllGather) for group in self._groups()]
-        kept = kept_tensors(self.parts)
+        kept = kept_tensors(self.model_parts)
         return {
             "parallelism.exchange_dtype": sum(getattr(way, "sends_float8", False) for way in ways),
             "parallelism.fsdp_float8_all_gather": sum(gathers),
@@ -432,7 +425,7 @@ class _Watched:
         }
 
     def _groups(self) -> list[Any]:
-        return [group for part in self.parts for group in param_groups(part.modules())]
+        return [group for part in self.model_parts for group in param_groups(part.modules())]
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -548,7 +541,7 @@ def run_arm(
 
         if arm.graphs:
             trainer.config.training.disable_cuda_graphs = False  # gradients keep their storages
-            graph = Replayed(trainer.fwd_bwd_fn, trainer.parts, arm.graphs == "replayed")
+            graph = Replayed(trainer.fwd_bwd_fn, trainer.model_parts, arm.graphs == "replayed")
             trainer.fwd_bwd_fn, seen["graph"] = graph, graph.seen
         trainer.metrics_processor.log = log
         trainer.metrics_processor.should_log = lambda step: True
@@ -569,5 +562,5 @@ def run_arm(
     assert trainer.gradient_accumulation_steps == job.samples.passes
     seen["rounded"] = sorted(rounded)
     seen["has_loss"] = getattr(trainer, "pp_has_last_stage", True)
-    seen["keeps"] = bool(kept_tensors(trainer.parts))
+    seen["keeps"] = bool(kept_tensors(trainer.model_parts))
     return seen | {"dtypes": trainer.dtypes(), "engaged": trainer.engaged()}

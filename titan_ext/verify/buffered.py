@@ -43,25 +43,23 @@ class BufferedTokenDispatcher(CountedHybridEPTokenDispatcher):
         _register()
 
 
-def with_kernels_of_a_gpu(spec: Any) -> set[str]:
-    """The names of a model's dispatchers that have no kernels for a CPU."""
-    found = (of for _, of, *_ in spec.traverse(BaseEPTokenDispatcher.Config))
-    return {kind.__name__ for of in found for kind in _KINDS if isinstance(of, kind.Config)}
-
-
-def run_on_a_cpu(config: Any, *, drops: bool) -> None:
-    """Put what a CPU runs in place of such dispatchers in a trainer's config.
+def run_on_a_cpu(config: Any, *, drops: bool) -> set[str]:
+    """Put what a CPU runs in place of dispatchers without kernels for it in a trainer's config.
 
     MinimalAsyncEP, and HybridEP that does not wait, get ``BufferedTokenDispatcher``; others read
     counts on the host, as Titan's all-to-all does. Without ``drops`` a buffer is for the worst
     routing. In a layout without expert parallelism, in which they cannot be, nothing is sent.
+    Returns the names of their classes.
     """
+    replaced = set()
 
     def replacement(of: Any) -> Any:
-        if not isinstance(of, tuple(kind.Config for kind in _KINDS)):
+        kind = next((kind for kind in _KINDS if isinstance(of, kind.Config)), None)
+        if kind is None:
             return of
+        replaced.add(kind.__name__)
         # MinimalAsyncEP's buffer is for the worst routing; the other two may have none.
-        is_minimal = isinstance(of, MinimalAsyncEPTokenDispatcher.Config)
+        is_minimal = kind is MinimalAsyncEPTokenDispatcher
         share = 1.0 if is_minimal else getattr(of, "non_blocking_capacity_factor", None)
         if share is None or config.parallelism.expert_parallel_degree == 1:
             return derive(of, AllToAllTokenDispatcher.Config)
@@ -69,6 +67,7 @@ def run_on_a_cpu(config: Any, *, drops: bool) -> None:
         return derive(of, BufferedTokenDispatcher.Config, non_blocking_capacity_factor=share)
 
     replace_configs(config.model_spec, BaseEPTokenDispatcher.Config, replacement)
+    return replaced
 
 
 class Routes(NamedTuple):

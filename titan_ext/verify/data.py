@@ -35,7 +35,7 @@ from titan_ext.base.titan import batch
 from titan_ext.base.titan.data import split_among_workers
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.run.start import Paths
-from titan_ext.verify.judge import Verdict, Wrong
+from titan_ext.verify.judge import Verdict
 from titan_ext.verify.ranks import Processes, RunError
 from titan_ext.verify.small import Layout
 
@@ -71,7 +71,6 @@ def look_at_data(config: Any, layout: Layout, folder: Path, *, stock: bool) -> V
     the data cannot be read here, and says why.
     """
     folder /= "data"
-    folder.mkdir()
     serve = functools.partial(_look, _Data(config, layout, folder, stock))
     try:
         # With workers a loader has processes of its own.
@@ -86,7 +85,6 @@ def look_at_data(config: Any, layout: Layout, folder: Path, *, stock: bool) -> V
 
 def _look(data: "_Data", rank: int, call: Any) -> Verdict | str:
     """The verdict, or why there is none."""
-    torch.set_num_threads(1)
     try:
         return data.look()
     except Exception as error:  # whatever a loader, a tokenizer or a missing file raises
@@ -116,7 +114,14 @@ class _Data:
     """Without what titan_ext does to a loader."""
     wrong: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _tokenizer: Any = None
+
+    def __post_init__(self) -> None:
+        config = self.config
+        tokens, self._length = batch.tokens_of_microbatch(config.training, config.parallelism)
+        self._size = tokens // self._length  # sequences of a batch
+        # Batches that are read of a rank, and as many again where it resumes.
+        self._batches = max(2, -(-_SEQUENCES // self._size))
+        self._tokenizer: Any = None
 
     def look(self) -> Verdict:
         config, ranks = self.config, self.looked_at
@@ -166,19 +171,6 @@ class _Data:
         """A rank of the job that reads for ``data_rank`` (ParallelDims' ``dataloading_mesh``)."""
         layout = self.layout
         return ((pp * layout.data_ranks + data_rank) * layout.cp + cp) * layout.tp + tp
-
-    @property
-    def _size(self) -> int:
-        """Sequences of a batch: a microbatch, where a pipeline splits it."""
-        keys = self.config.parallelism
-        pipeline = keys if self.layout.pp > 1 else None
-        tokens, length = batch.tokens_of_microbatch(self.config.training, pipeline)
-        return tokens // length
-
-    @property
-    def _batches(self) -> int:
-        """Batches that are read of a rank, and as many again where it resumes."""
-        return max(2, -(-_SEQUENCES // self._size))
 
     @contextlib.contextmanager
     def _as(self, rank: int) -> Iterator[None]:
@@ -238,10 +230,6 @@ class _Data:
             if not _same(found, right):
                 said = f"ranks {first} and {peer}, {axis.upper()} peers, read different batches"
                 self.wrong[said] = None
-
-    @property
-    def _length(self) -> int:
-        return batch.tokens_of_microbatch(self.config.training)[1]
 
     @property
     def _axes_of_peers(self) -> list[str]:
@@ -374,7 +362,7 @@ class _Data:
         )
         verdict = Verdict()
         if self.wrong:
-            verdict.wrong["data"] = [Wrong("; ".join(self.wrong), 0.0)]
+            verdict.note("data", "; ".join(self.wrong))
             verdict.notes.append(f"{'':10}{looked}")
         else:
             verdict.notes.append(f"{'data':10}{', '.join(proved)}: {looked}")

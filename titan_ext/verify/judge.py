@@ -41,12 +41,12 @@ class Wrong:
     name: str
     """Of the parameter, or what else it is."""
     error: float
-    """Norm of the difference, as a share of the right tensor's; 0 if the name says it all."""
+    """Norm of the difference, as a share of the right one's; infinite if the name says it all."""
     factor: float = 1.0
     """Least-squares factor between the two; 1 where the difference is not a factor."""
 
     def __str__(self) -> str:
-        if self.error in (0.0, float("inf")):  # the name says what is wrong
+        if self.error == float("inf"):
             return self.name
         is_factor = abs(self.factor - 1) > 0.5 * self.error and self.error < 1e3
         said = f"{self.factor:.4f} of the right one, " if is_factor else ""
@@ -82,27 +82,26 @@ class Verdict:
         name: str,
         found: torch.Tensor | None,
         right: torch.Tensor,
-        limit: float,
+        limit: float | Callable[[float], float],
     ) -> None:
-        """Hold a tensor against the right one; None is missing."""
+        """Hold a tensor against the right one; None is missing. A ``limit`` may be of the error."""
         if found is None or found.shape != right.shape:
-            self.wrong.setdefault(category, []).append(Wrong(f"{name} (missing)", float("inf")))
+            self.note(category, f"{name} (missing)")
             return
         error, factor = distance(found, right)
         self.worst[category] = max(self.worst.get(category, 0.0), error)
-        if not error <= limit:  # NaN, too
+        if not error <= (limit(error) if callable(limit) else limit):  # NaN, too
             self.wrong.setdefault(category, []).append(Wrong(name, error, factor))
             self.wrong[category].sort(key=lambda each: -each.error)
 
-    def note_needless(self, category: str, name: str) -> None:
-        """A tensor that should not be there, such as the gradient of a frozen parameter."""
-        self.wrong.setdefault(category, []).append(Wrong(f"{name} (needless)", float("inf")))
+    def note(self, category: str, *said: str) -> None:
+        """Note what is wrong and has no distance, such as a gradient that should not be there."""
+        for each in said:
+            self.wrong.setdefault(category, []).append(Wrong(each, float("inf")))
 
     def note_apart(self, names: Sequence[str]) -> None:
         """Tensors that differ between ranks which should have the same are wrong on one of them."""
-        if names:
-            said = (f"{name} differs between ranks that should have the same" for name in names)
-            self.wrong["ranks"] = [Wrong(name, 0.0) for name in said]
+        self.note("ranks", *(f"{n} differs between ranks that should have the same" for n in names))
 
     def take(self, other: "Verdict", where: str) -> None:
         """Take over what another comparison found, and say where."""
@@ -179,9 +178,7 @@ def judge_step(
     experts. Returns what ``judge_gradients`` does.
     """
     rounding = judge_gradients(verdict, of_kind(found, "grad"), right.grads, narrow.grads)
-    for name in right.without:
-        said = f"{name} (without gradient in the model itself)"
-        verdict.wrong.setdefault("grads", []).append(Wrong(said, 0.0))
+    verdict.note("grads", *(f"{x} (without gradient in the model itself)" for x in right.without))
     for name, load in right.loads.items():
         verdict.judge("load", name, of_kind(found, "load").get(name), load, 0.0)
     # The norm may be off as far as all gradients together.
@@ -210,8 +207,7 @@ def judge_gradients(
     for name, grad in right.items():
         limit = max(_TIMES * rounding[name], _LEAST)
         verdict.judge("grads", name, found.get(name), grad, limit)
-    for name in found.keys() - right.keys():
-        verdict.note_needless("grads", name)
+    verdict.note("grads", *(f"{name} (needless)" for name in found.keys() - right.keys()))
     return rounding
 
 
@@ -265,7 +261,7 @@ def judge_equal(
         if name in right:
             verdict.judge(category, of, found.get(name), right[name], 0.0)
         else:
-            verdict.note_needless(category, of)
+            verdict.note(category, f"{of} (needless)")
 
 
 def judge_loaded(
@@ -325,7 +321,7 @@ def judge_dtypes(
     copies are off by 0.02 (llama3) to 0.56 (muse_glimmer), and norms by a factor of 1.27 at most.
     """
     grads, right = of_kind(found, "grad"), of_kind(fp32, "grad")
-    _judge_together(verdict, "from fp32", grads, right, lambda _: _LIMIT)
+    _judge_together(verdict, "from fp32", grads, right, _LIMIT)
 
 
 def _judge_together(
@@ -333,15 +329,14 @@ def _judge_together(
     category: str,
     found: Mapping[str, torch.Tensor],
     right: Mapping[str, torch.Tensor],
-    limit: Callable[[float], float],
+    limit: float | Callable[[float], float],
 ) -> None:
     """Hold all gradients by their distance, and each by its norm; ``limit`` is of the distance."""
-    if lacking := [name for name in right if name not in found]:
-        verdict.wrong[category] = [Wrong(f"{name} (missing)", float("inf")) for name in lacking]
+    if lacking := [f"{name} (missing)" for name in right if name not in found]:
+        verdict.note(category, *lacking)
         return
     whole, whole_right = _whole(found, right), _whole(right, right)
-    most = limit(distance(whole, whole_right)[0])
-    verdict.judge(category, "the whole gradient", whole, whole_right, most)
+    verdict.judge(category, "the whole gradient", whole, whole_right, limit)
     for name, grad in right.items():
         size, ratio = float(grad.norm()), float(found[name].norm())
         if size and not 1 / MOST_TIMES <= ratio / size <= MOST_TIMES:

@@ -75,17 +75,17 @@ class Legs:
     _resumes: bool = True
 
     def __enter__(self) -> "Legs":
-        judge = functools.partial(_judge, self.job)
-        for name in ("ranks", "judge"):
-            (self.folder / name).mkdir()
-        self._judge = self._stack.enter_context(Processes(1, judge, self.folder / "judge"))
-        world = self.job.layout.world
+        self._judge = self._start(1, functools.partial(_judge, self.job), "judge")
         if self.job.config.compile.enable:
             _compile_once()
-        self._ranks = self._stack.enter_context(
-            Processes(world, functools.partial(_train, self.job), self.folder / "ranks")
-        )
+        self._ranks = self._start_ranks(self.job, "ranks")
         return self
+
+    def _start_ranks(self, job: SmallJob, name: str) -> Processes:
+        return self._start(job.layout.world, functools.partial(_train, job), name)
+
+    def _start(self, count: int, serve: Callable[[int, Any], Any], name: str) -> Processes:
+        return self._stack.enter_context(Processes(count, serve, self.folder / name))
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
@@ -136,10 +136,7 @@ class Legs:
         """Ranks of another layout for this job, if its keys allow one."""
         if (job := in_other_layout(self.job)) is None:
             return []
-        (self.folder / "others").mkdir()
-        train = functools.partial(_train, job)
-        ranks = Processes(job.layout.world, train, self.folder / "others")
-        return [(job.layout, self._stack.enter_context(ranks))]
+        return [(job.layout, self._start_ranks(job, "others"))]
 
     def keys(self, **choices: Any) -> Verdict:
         """Hold the job's own dtypes against Titan's own parallelize on the same ranks.
@@ -250,12 +247,11 @@ def apart(digests: Sequence[Mapping[Any, int]]) -> list[str]:
 
     A key is a name, and where a shard begins.
     """
-    first: dict[Any, int] = {}
+    found: dict[Any, set[int]] = {}
     for of_rank in digests:
         for shard, digest in of_rank.items():
-            first.setdefault(shard, digest)
-    differ = {key for of_rank in digests for key, digest in of_rank.items() if digest != first[key]}
-    return list(dict.fromkeys(key[0] for key in first if key in differ))
+            found.setdefault(shard, set()).add(digest)
+    return list(dict.fromkeys(name for (name, _), of in found.items() if len(of) > 1))
 
 
 def _compile_once() -> None:
@@ -266,13 +262,11 @@ def _compile_once() -> None:
 
 
 def _train(job: SmallJob, rank: int, call: Any) -> dict[str, Any]:
-    torch.set_num_threads(1)
     arm, folder, saved = call
     return run_arm(job, arm, rank, folder, saved)
 
 
 def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
-    torch.set_num_threads(1)
     kind, *arguments = call
     return _JUDGES[kind](job, *arguments)
 
@@ -280,7 +274,7 @@ def _judge(job: SmallJob, rank: int, call: Any) -> Verdict:
 def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
     """Hold arms against others: a call has its kind, its steps, and the folders of its arms."""
     verdict = Verdict()
-    in_fp32 = functools.cache(functools.partial(_in_fp32, job))
+    in_fp32 = functools.partial(_in_fp32, job)
     for kind, steps, *folders in calls:
         for step in range(1, steps + 1):
             if kind in ("equal", "dtypes") and not verdict.is_right:
@@ -302,7 +296,8 @@ def _judge_keys(job: SmallJob, calls: Sequence[Any]) -> Verdict:
 
 def _in_fp32(job: SmallJob) -> dict[str, torch.Tensor]:
     """Gradients of the first step, with the attention that arms in the job's dtypes have."""
-    step = Reference(job, 0, torch.float32, masks=False).step(1)
+    if (step := _first_steps.get("fp32")) is None:
+        step = _first_steps["fp32"] = Reference(job, 0, torch.float32, masks=False).step(1)
     return {f"grad:{name}": grad for name, grad in step.grads.items()}
 
 
@@ -336,8 +331,9 @@ def _check_routing(job: SmallJob, loads: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-_first_steps: dict[int, Any] = {}
-"""What the reference computes in the first step, by seed: arms of other keys need it again."""
+_first_steps: dict[int | str, Any] = {}
+"""What the reference computes in the first step, by seed, and in fp32 with the attention of the
+job's dtypes: arms of other keys need it again."""
 
 
 @dataclass

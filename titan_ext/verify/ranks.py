@@ -20,6 +20,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_ext.plan.forks import start_fork
 
 _PORTS = range(12_000, 32_000)  # below those that Linux gives to whoever connects
@@ -34,8 +36,9 @@ class RunError(ValueError):
 class Processes:
     """Forks of this process that call ``serve`` with what they are sent. A ``with`` ends them.
 
-    ``serve`` gets the rank, too; its results are pickled. Logs go to ``folder``. What takes longer
-    than ``patience_s`` hangs. ``daemon`` is as ``start_fork`` takes it.
+    ``serve`` gets the rank, too; its results are pickled. It has one thread. Logs go to ``folder``,
+    which is made. What takes longer than ``patience_s`` hangs. ``daemon`` is as ``start_fork``
+    takes it.
     """
 
     def __init__(
@@ -48,24 +51,24 @@ class Processes:
         daemon: bool = True,
     ) -> None:
         self.folder, self._patience_s = folder, patience_s
-        self._forks: list[tuple[BaseProcess, Connection]] = []
+        self._processes: list[BaseProcess] = []
+        self._lines: list[Connection] = []
+        folder.mkdir(parents=True, exist_ok=True)
         names = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
         for rank in range(count):
             environment = {**names, "RANK": rank, "LOCAL_RANK": rank}
             answer = functools.partial(_answer, serve, rank, environment)
-            self._forks.append(start_fork(answer, self._lines, self._log(rank), daemon=daemon))
-
-    @property
-    def _lines(self) -> list[Connection]:
-        return [line for _, line in self._forks]
+            process, line = start_fork(answer, self._lines, self._log(rank), daemon=daemon)
+            self._processes.append(process)
+            self._lines.append(line)
 
     def __enter__(self) -> "Processes":
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process, _ in self._forks:
+        for process in self._processes:
             process.kill()
-        for process, line in self._forks:
+        for process, line in zip(self._processes, self._lines, strict=True):
             process.join()
             line.close()
 
@@ -110,6 +113,7 @@ def _answer(
 ) -> tuple[bool, Any]:
     os.environ.update({name: str(value) for name, value in environment.items()})
     gc.enable()  # the parent has switched it off
+    torch.set_num_threads(1)
     try:
         return True, serve(rank, call)
     except BaseException as error:

@@ -16,7 +16,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
+from torchtitan.config import Configurable
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
@@ -41,7 +42,7 @@ from titan_ext.parallelize.model_spec import extend_model_spec
 from titan_ext.parallelize.recipe import resolve_config
 from titan_ext.plan.shorten import kind_of
 from titan_ext.plan.stand_ins import NoDataLoader, NoTokenizer, in_full_precision
-from titan_ext.verify.buffered import run_on_a_cpu, with_kernels_of_a_gpu
+from titan_ext.verify.buffered import run_on_a_cpu
 
 STEPS, STEPS_OF_KEYS = 3, 2
 """Steps beside one process, and beside stock."""
@@ -186,13 +187,6 @@ class SmallJob:
     """With "balanced" what random weights make; with "skewed" all tokens go to the first expert of
     a layer, too; with "idle" none goes to it."""
 
-    @property
-    def microbatch(self) -> int:
-        """Sequences that a rank reads at once."""
-        keys = self.config.parallelism if self.layout.pp > 1 else None
-        tokens, length = batch.tokens_of_microbatch(self.config.training, keys)
-        return tokens // length
-
 
 def layout_of(config: Any, ranks: int, nodes: Nodes) -> Layout:
     """The layout of a trainer's config on ``ranks``, which its degrees divide."""
@@ -316,8 +310,7 @@ def make_small(
     if spec is not None:
         small.model_spec = extend_model_spec(spec)
     plain = in_full_precision(small.model_spec, emulates=True)
-    plain |= with_kernels_of_a_gpu(small.model_spec)
-    run_on_a_cpu(small, drops=True)
+    plain |= run_on_a_cpu(small, drops=True)
     model = small.model_spec.model
     said = [f"{len(model.layers)} blocks of your own"]
     if spec is None:
@@ -409,22 +402,10 @@ def _renamed(pattern: str, kept: Sequence[int]) -> list[str]:
     return [_LAYER.sub(rf"\g<1>layers.{place}{rest}", pattern) for place in places]
 
 
-def configs_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[Any]:
-    """Path and object of each config that ``value`` holds, itself included."""
-    seen = set() if seen is None else seen
-    if is_dataclass(value) and not isinstance(value, type):
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        yield path, value
-        for field in fields(value):
-            yield from configs_in(getattr(value, field.name, None), f"{path}.{field.name}", seen)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from configs_in(item, f"{path}.{index}", seen)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from configs_in(item, f"{path}.{key}", seen)
+def _configs_in(config: Any) -> Iterator[tuple[str, Any]]:
+    """Path and object of each config in one, itself included."""
+    found = config.traverse(Configurable.Config, recurse=True)
+    return ((path, part) for path, part, *_ in found)
 
 
 def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
@@ -435,7 +416,7 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
     routers = {moe.num_experts for _, moe, *_ in model.traverse(MoE.Config)}
     widths = [
         (path, part, name, size)
-        for path, part in configs_in(model)
+        for path, part in _configs_in(model)
         for name in _WIDTHS
         if type(size := getattr(part, name, None)) is int
         and size > 1
@@ -446,7 +427,7 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
     wide = [
         size
         for path, _, name, size in widths
-        if name in ("dim", "hidden_dim") and not path.endswith(".rope")
+        if name in ("dim", "hidden_dim") and not path.endswith("rope")
     ]
     # Grouped GEMMs take strides of 16 bytes, and rotary embeddings pairs of an even width.
     fits = (f for f in _FACTORS if not common % (4 * f) and model.dim >= _LEAST_DIM * f)
@@ -456,7 +437,7 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
     said.append(f"widths / {factor}")
     few = in_class("words", vocabulary)
     if few < vocabulary:
-        for path, found in configs_in((config.loss, model)):
+        for path, found in _configs_in(config):
             for field in fields(found):
                 has = getattr(found, field.name, None)
                 if has == vocabulary and _is_vocabulary(path, field.name):
@@ -468,7 +449,7 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
         if before != after:
             _set_experts(moe, before, after)
             said.append(f"{before} -> {after} experts")
-    for _, part in configs_in(model):  # functions of the large sizes, as for Qwen3's fused QKV
+    for _, part in _configs_in(model):  # functions of the large sizes, as for Qwen3's fused QKV
         if isinstance(initial := getattr(part, "param_init", None), dict):
             part.param_init = {name: _initial(function) for name, function in initial.items()}
     return list(dict.fromkeys(said))
@@ -476,7 +457,7 @@ def _shrink_model(config: Any, large: Layout, layout: Layout) -> list[str]:
 
 def _is_vocabulary(path: str, name: str) -> bool:
     """True for a field that counts words, of embedding, head, model and loss."""
-    is_head = name == "out_features" and path.endswith(".lm_head")
+    is_head = name == "out_features" and path.endswith("lm_head")
     return is_head or name == "num_embeddings" or "vocab" in name
 
 
@@ -505,7 +486,7 @@ def _set_experts(moe: Any, before: int, after: int) -> None:
     top_k, groups = moe.router.top_k, moe.router.num_expert_groups or 1
     if after % groups or after < 2 * groups:  # of two groups a token goes to one
         moe.router.num_expert_groups, moe.router.num_limited_groups = 2, 1
-    for path, part in configs_in(moe):
+    for path, part in _configs_in(moe):
         for name in ("num_experts", "out_features"):
             is_gate = name == "num_experts" or ".gate" in path
             if is_gate and getattr(part, name, None) == before:
@@ -553,7 +534,7 @@ def _set_batch(config: Any, large: Layout, layout: Layout, keep: Sequence[str]) 
     if _MAX_NORM not in keep:
         training.max_norm = _CLIPPED
     most = samples.length // 4
-    for _, part in configs_in(config.model_spec.model):
+    for _, part in _configs_in(config.model_spec.model):
         for field in fields(part):
             window = getattr(part, field.name, None)
             if field.name in _WINDOWS and type(window) is int:

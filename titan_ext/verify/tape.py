@@ -26,7 +26,7 @@ from torchtitan.distributed.cudagraph import CUDAGraphInputSpec
 from titan_ext.activation_checkpoint.op_effects import written
 from titan_ext.base.issuer import issuer
 from titan_ext.base.tensors import local_tensor, tensors_in
-from titan_ext.verify.judge import Verdict, Wrong, judge_equal, read_step, try_canary
+from titan_ext.verify.judge import Verdict, judge_equal, read_step, try_canary
 
 _WARM_UP = 1  # passes before the one that is recorded, as Titan's _warmup_remaining
 _AGAIN = 4  # is compared with that one: of three passes a step, the first of the second
@@ -78,7 +78,15 @@ class _Reads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Tape(TorchDispatchMode):
+class PastCompilers(TorchDispatchMode):
+    """A mode without which torch compiles, and in which it runs what that gave."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class Tape(PastCompilers):
     """Records what is computed inside of it, if it ``listens``.
 
     What is compiled in its modes is compiled again outside of them, so all passes run in a tape.
@@ -95,11 +103,6 @@ class Tape(TorchDispatchMode):
         """Names of all operations, with numbers that Python gave them, and their lines."""
         self.reads: dict[str, None] = {}
         """Where the host reads a value."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch compile without this mode, and run what that gave in it."""
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -255,7 +258,7 @@ def judge_replay(folders: Sequence[Path], seen: Sequence[Mapping[str, Any]], ste
     verdict, (graph, python) = Verdict(step=1), (each["graph"] for each in seen)
     found: dict[str, torch.Tensor] = {}
     if reads := graph["reads"]:
-        verdict.wrong["host"] = [Wrong(read, 0.0) for read in reads]
+        verdict.note("host", *reads)
         return verdict
     for verdict.step in range(1, steps + 1):
         found, right = (read_step(folder, verdict.step) for folder in folders)

@@ -14,13 +14,10 @@ MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"
 """Dotted keys of a rank's batch, of a step's and of a pipeline's microbatch, in sequences."""
 
 
-def tokens_of_microbatch(training: Any, parallelism: Any = None) -> tuple[int, int]:
-    """Tokens of a microbatch on a data-parallel rank, and of one of its sequences.
-
-    ``parallelism`` is Titan's section if a pipeline splits the batch.
-    """
+def tokens_of_microbatch(training: Any, parallelism: Any) -> tuple[int, int]:
+    """Tokens of a microbatch on a data-parallel rank, and of one of its sequences."""
     batch = training.local_batch_size
-    if parallelism is not None:
+    if parallelism.pipeline_parallel_degree > 1:
         batch = parallelism.pipeline_parallel_microbatch_size
     return batch * training.seq_len, training.seq_len
 
