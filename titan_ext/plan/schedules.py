@@ -83,8 +83,8 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
                 if stage != (0 if kind == "F" else last):
                     before = kind == "F", stage + (-1 if kind == "F" else 1), microbatch
                     streams.wait(rank, [waited_for[before]])
-                work = waited_for[kind == "F", stage, microbatch] if kind != "W" else Work(cost[kind])
-                streams.add(rank, work)
+                its_own = kind == "F", stage, microbatch
+                streams.add(rank, Work(cost[kind]) if kind == "W" else waited_for[its_own])
         streams.run()
     except (KeyError, AssertionError):  # for what nobody does, or for each other
         raise ValueError("the stages of this pipeline schedule wait for each other.") from None
