@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.cluster import run_ranks
 from titan_ext.plan.dry_run import dry_run
-from titan_ext.plan.live import LiveBytes, Peak
+from titan_ext.plan.live import LiveBytes, MemoryKind, Peak
 from titan_ext.plan.stand_ins import as_rank
 
 if TYPE_CHECKING:
@@ -186,6 +186,6 @@ def _planned(runs: tuple["Run", ...], rank: int, folder: Path) -> list[PlannedSt
             live = LiveBytes(done.model_parts, done.optimizers)
             with live, CollectiveTrace() as trace:
                 done.run_step(live.begin)
-            seen = trace.events, trace.operations
-            steps.append(PlannedStep(*seen, live.unsharded, live.peak, live.phases))
+            seen = trace.events, trace.operations, live.most[MemoryKind.UNSHARDED]
+            steps.append(PlannedStep(*seen, live.peak, live.phases))
     return steps

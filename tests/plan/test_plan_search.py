@@ -50,7 +50,7 @@ from titan_ext.plan.search import (
     with_best_checkpointing,
     with_defaults,
 )
-from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
+from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_of
 from titan_ext.plan.stand_ins import as_rank
 from titan_ext.plan.time import Category, StepTime
 from titan_ext.toml.convert import dump, identity
@@ -96,7 +96,7 @@ def test_two_depths_make_the_plan_of_the_whole_model(tmp_path: Path):
     assert (depths.whole, depths.short, depths.longer) == (10, 4, 6)
     memory, time = (
         whole_memory(short[0], longer[0], depths),
-        whole_time(short[1], longer[1], depths),
+        whole_of(short[1], longer[1], depths),
     )
     assert time.step_ms == pytest.approx(whole[1].step_ms, rel=0.025)
     assert short[1].step_ms < 0.7 * whole[1].step_ms
@@ -541,16 +541,16 @@ def test_what_was_lost_is_planned_where_its_figure_is_asked_for():
     sketch = Sketch(us=1.0, recompute_us=0.0, spare=0)
     best = replace(search.best, plan=search.best.planned._replace(sketch=sketch))
     search.forks.function, search.winner = plan, best
-    (lost,) = search.evaluate([choices], best, to_win=True)
+    (lost,) = search.evaluate([choices], GIB, to_win=True)
     assert (lost.plan, lost.reason, lost.is_lost) == (None, "saves nothing", True)
-    (again,) = search.evaluate([choices], best, to_win=True)
+    (again,) = search.evaluate([choices], GIB, to_win=True)
     assert again is lost
-    (found,) = search.evaluate([choices], best)
+    (found,) = search.evaluate([choices], GIB)
     assert found.plan is not None
     assert asked == [sketch, None]
 
 
-def test_what_does_not_fit_is_made_to(tmp_path: Path):
+def test_what_does_not_fit_is_made_to():
     """A start that lacks memory ends with a config that fits."""
     search = _search({REPLICATE: 8})
     assert not search.own.fits
@@ -613,10 +613,6 @@ def test_exact_changes_no_result():
 
 
 _EXEMPT = "activation_checkpoint.exempt"
-
-
-def _keys(move: Any) -> set[str]:
-    return {key for change in move.changes(with_defaults(_VALUES), _FACTS) for key in change}
 
 
 def test_a_move_that_acts_on_nothing_is_not_tried():
@@ -709,27 +705,25 @@ _BATCH = "local_batch_size = 2\nglobal_batch_size = 32\n"
 
 def test_a_batch_keeps_the_tokens_of_a_step(config: Loader):
     text = DEBUG + "[parallelism]\ntensor_parallel_degree = 2\n[training]\nlocal_batch_size = 6\n"
-    batches = _batches
     same, free = Facts(8, 8, 8), Facts(8, 8, 8, is_batch_free=True)
     now = with_defaults(identity(config(text)))
-    assert list(batches(now, same)) == [{LOCAL: 3, GLOBAL: 24}]
+    assert list(_batches(now, same)) == [{LOCAL: 3, GLOBAL: 24}]
     more = [{LOCAL: local, GLOBAL: 4 * local} for local in (48, 24, 12)]
-    assert list(batches(now, free)) == [*more, {LOCAL: 3, GLOBAL: 24}]
+    assert list(_batches(now, free)) == [*more, {LOCAL: 3, GLOBAL: 24}]
     now = with_defaults(identity(config(text + "global_batch_size = 48\n")))
-    assert list(batches(now, same)) == [{LOCAL: 12, GLOBAL: 48}, {LOCAL: 3, GLOBAL: 48}]
+    assert list(_batches(now, same)) == [{LOCAL: 12, GLOBAL: 48}, {LOCAL: 3, GLOBAL: 48}]
     now = with_defaults(identity(config(text.replace("6", "5"))))
-    assert list(batches(now, same)) == []
+    assert list(_batches(now, same)) == []
 
 
 def test_degrees_divide_experts_and_ranks():
-    ep, copies = _ep, _replicate
     now = {**_VALUES, EP: 8, REPLICATE: 2}
-    assert [change[EP] for change in ep(now, _FACTS)] == [1, 2, 4, 16, 32]
-    assert [change[EP] for change in ep({**now, EP: 32}, _FACTS)] == [4, 8, 16]
-    assert [change[EP] for change in ep(now, replace(_FACTS, experts=24))] == [1, 2, 4]
-    assert list(ep(now, replace(_FACTS, experts=0))) == []
-    assert [change[REPLICATE] for change in copies(now, _FACTS)] == [1, 4, 8]
-    assert [change[REPLICATE] for change in copies({**now, EP: 32}, _FACTS)] == [1]
+    assert [change[EP] for change in _ep(now, _FACTS)] == [1, 2, 4, 16, 32]
+    assert [change[EP] for change in _ep({**now, EP: 32}, _FACTS)] == [4, 8, 16]
+    assert [change[EP] for change in _ep(now, replace(_FACTS, experts=24))] == [1, 2, 4]
+    assert list(_ep(now, replace(_FACTS, experts=0))) == []
+    assert [change[REPLICATE] for change in _replicate(now, _FACTS)] == [1, 4, 8]
+    assert [change[REPLICATE] for change in _replicate({**now, EP: 32}, _FACTS)] == [1]
 
 
 def test_a_later_move_wins_a_key():

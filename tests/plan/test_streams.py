@@ -4,16 +4,10 @@ import random
 
 import pytest
 
-from titan_ext.plan.streams import Item, Streams, Work
+from titan_ext.plan.streams import Streams, Work
 
 
-def _end(streams: Streams, item: Item) -> float:
-    end = streams.queues[item.queue][item.index].end
-    assert end is not None
-    return end
-
-
-def _message(streams: Streams, queue: str, ms: float, *, link: str = "node") -> Item:
+def _message(streams: Streams, queue: str, ms: float, *, link: str = "node") -> Work:
     return streams.add(queue, Work(0.0, link=link, on_link_ms=ms))
 
 
@@ -26,9 +20,9 @@ def test_a_queue_is_in_order_and_waits_for_others():
     streams.wait("compute", [b], "b")
     last = streams.add("compute", Work(1.0))
     streams.run()
-    assert _end(streams, b) == 5
-    assert _end(streams, last) == 6
-    assert list(streams.waits(streams.queues["compute"][2])) == [("b", 1.0)]
+    assert b.end == 5
+    assert last.end == 6
+    assert list(streams.waits(last)) == [("b", 1.0)]
 
 
 def test_two_messages_share_a_link_and_take_twice_as_long():
@@ -36,8 +30,8 @@ def test_two_messages_share_a_link_and_take_twice_as_long():
     both = [_message(streams, queue, 10.0) for queue in ("gathers", "exchanges")]
     other = _message(streams, "network", 10.0, link="network")
     streams.run()
-    assert [_end(streams, item) for item in both] == [20, 20]
-    assert _end(streams, other) == 10
+    assert [item.end for item in both] == [20, 20]
+    assert other.end == 10
 
 
 def test_a_short_message_passes_a_long_one():
@@ -47,15 +41,15 @@ def test_a_short_message_passes_a_long_one():
     streams.wait("exchanges", [streams.add("compute", Work(30.0))])
     short = _message(streams, "exchanges", 1.0)
     streams.run()
-    assert _end(streams, short) == 32
-    assert _end(streams, long) == 101
+    assert short.end == 32
+    assert long.end == 101
 
 
 def test_one_communicator_is_in_order():
     streams = Streams()
     first, second = (_message(streams, "exchanges", ms) for ms in (10.0, 1.0))
     streams.run()
-    assert (_end(streams, first), _end(streams, second)) == (10, 11)
+    assert (first.end, second.end) == (10, 11)
 
 
 def test_what_begins_when_a_message_ends_shares_from_then_on():
@@ -66,9 +60,9 @@ def test_what_begins_when_a_message_ends_shares_from_then_on():
     streams.wait("c", streams.last("compute"))
     c = _message(streams, "c", 5.0)
     streams.run()
-    assert _end(streams, a) == 20  # half of the link each
-    assert _end(streams, c) == 35  # b alone from 20 to 25, half each from there
-    assert _end(streams, b) == 45  # which is all that was sent
+    assert a.end == 20  # half of the link each
+    assert c.end == 35  # b alone from 20 to 25, half each from there
+    assert b.end == 45  # which is all that was sent
 
 
 def test_a_link_is_never_idle_and_never_sends_more_than_it_can():
@@ -88,9 +82,9 @@ def test_a_link_is_never_idle_and_never_sends_more_than_it_can():
 
 def test_queues_that_wait_for_each_other_are_an_error():
     streams = Streams()
-    streams.wait("a", [Item("b", 0)])
-    streams.add("a", Work(1.0))
-    streams.wait("b", [Item("a", 0)])
-    streams.add("b", Work(1.0))
+    b = Work(1.0, queue="b", index=0)
+    streams.wait("a", [b])
+    streams.wait("b", [streams.add("a", Work(1.0))])
+    streams.add("b", b)
     with pytest.raises(AssertionError, match="wait for each other"):
         streams.run()

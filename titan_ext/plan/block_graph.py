@@ -182,19 +182,17 @@ def trace(
         name: Of the block in the model, for ``exempt``.
     """
     forward = block.forward
-    store = SavedTensorStore(modules=[block])
     graphs: list[BlockGraph] = []
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         if graphs:
             return forward(*args, **kwargs)
-        tracer = _Tracer(block, args)
+        tracer = _Tracer(block, args, rates, functools.partial(is_exempt, exempt, name))
         try:
             out = tracer.run(forward, args, kwargs)
         finally:
             tracer.locator.remove()
-        exempts = functools.partial(is_exempt, exempt, name)
-        graphs.append(tracer.graph(out, rates, functools.partial(_node_of, store, rates, exempts)))
+        graphs.append(tracer.graph(out))
         return out
 
     with mock.patch.object(block, "forward", traced):
@@ -206,8 +204,11 @@ class _Tracer(TorchDispatchMode):
 
     is_of_checkpointing = True  # base.tensors hides from it what a recompute does not do
 
-    def __init__(self, block: nn.Module, args: Any) -> None:
+    def __init__(
+        self, block: nn.Module, args: Any, rates: Machine, exempts: Callable[[str], bool]
+    ) -> None:
         super().__init__()
+        self._store, self._rates, self._exempts = SavedTensorStore(modules=[block]), rates, exempts
         self.locator = OpLocator(block)
         self._in_pieces = bool(pieces_in(block))  # which keep what exchanges bring
         self._norms = {canonical_fqn(n) for n, m in block.named_modules() if isinstance(m, _NORMS)}
@@ -248,12 +249,12 @@ class _Tracer(TorchDispatchMode):
         self._entries.append([Discarded(x, location, left) for x in floats])
         return out
 
-    def graph(self, out: Any, rates: Machine, node_of: Callable[..., Node]) -> BlockGraph:
+    def graph(self, out: Any) -> BlockGraph:
         """The graph that has been recorded; ``out`` is the block's output."""
         first = min((e.node for entries in self._entries for e in entries), default=0)
         autograd = AutogradNodes(first, out, self._nodes_of_ops)
         makers = {storage: {0} for storage in storage_ids(self._inputs)}
-        nodes = [node_of(self._inputs, OpLocation("", INPUT))]
+        nodes = [self._node(self._inputs, OpLocation("", INPUT))]
         nodes[0] = replace(nodes[0], policies=nodes[0].policies & {SAVE, FLOAT8})
         calls = []
         kept: dict[int, int] = {}
@@ -280,8 +281,8 @@ class _Tracer(TorchDispatchMode):
                     looked_at |= reads
                 continue
             index, touched = len(nodes), set(storage_ids((made, writes)))
-            cost = op_cost(call.func, call.args, call.kwargs, call.out, rates)
-            node = node_of(call.out, call.location, cost.ms)
+            cost = op_cost(call.func, call.args, call.kwargs, call.out, self._rates)
+            node = self._node(call.out, call.location, cost.ms)
             policies = self._policies(call, node.policies)
             if len(entries) < len(tensors_in(call.out)) or any(map(autograd.reader, entries)):
                 policies -= {DISCARD}
@@ -328,29 +329,21 @@ class _Tracer(TorchDispatchMode):
             return frozenset({RECOMPUTE})
         return policies
 
-
-def _node_of(
-    store: Any,
-    rates: Machine,
-    exempts: Callable[[str], bool],
-    out: Any,
-    location: OpLocation,
-    ms: float = 0.0,
-) -> Node:
-    """What an operation makes, by its bytes, saved and in float8."""
-    nbytes = float8_nbytes = moved = 0
-    for x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.values():
-        whole, small = x.untyped_storage().nbytes(), store.float8_nbytes(x)
-        nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
-        moved += 2 * (x.numel() * x.element_size() + small) if small else 0
-    is_exact = not moved or exempts(location.module)
-    # One kernel each way at the rate of memory; not fitted. On an H100 they had 0.56 to 0.94
-    # of a copy's (docs/float8.md). A machine's file may have a measured factor.
-    codec_ms = max(moved / rates.memory, 2 * rates.launch) * 1e3
-    return Node(
-        ms=ms,
-        nbytes=nbytes,
-        float8_nbytes=float8_nbytes,
-        codec_ms=codec_ms * rates.slower.get("codec", 1.0),
-        policies=frozenset(CHOICES) - ({FLOAT8} if is_exact else set()),
-    )
+    def _node(self, out: Any, location: OpLocation, ms: float = 0.0) -> Node:
+        """What an operation makes, by its bytes, saved and in float8."""
+        nbytes = float8_nbytes = moved = 0
+        for x in {x.untyped_storage()._cdata: x for x in parts_in(out)}.values():
+            whole, small = x.untyped_storage().nbytes(), self._store.float8_nbytes(x)
+            nbytes, float8_nbytes = nbytes + whole, float8_nbytes + (small or whole)
+            moved += 2 * (x.numel() * x.element_size() + small) if small else 0
+        is_exact = not moved or self._exempts(location.module)
+        # One kernel each way at the rate of memory; not fitted. On an H100 they had 0.56 to 0.94
+        # of a copy's (docs/float8.md). A machine's file may have a measured factor.
+        codec_ms = max(moved / self._rates.memory, 2 * self._rates.launch) * 1e3
+        return Node(
+            ms=ms,
+            nbytes=nbytes,
+            float8_nbytes=float8_nbytes,
+            codec_ms=codec_ms * self._rates.slower.get("codec", 1.0),
+            policies=frozenset(CHOICES) - ({FLOAT8} if is_exact else set()),
+        )

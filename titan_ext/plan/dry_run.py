@@ -215,8 +215,7 @@ class DryRun(Trainer):
     def plan(self, memory: int | None, machine: str = "") -> None:
         """Run a step, steady as any but a run's first; count what it holds, or its time."""
         self._start_as_second_step()
-        offloads = self.config.training.enable_cpu_offload
-        on_host = LASTING if offloads else ()
+        on_host = LASTING if self.config.training.enable_cpu_offload else ()
         live = LiveBytes(
             self.model_parts, self.optimizers, on_host=on_host, compiled=self.how.compiled
         )
@@ -232,7 +231,7 @@ class DryRun(Trainer):
             self.memory = MemoryPlan.of(
                 live,
                 memory,
-                ranks_per_node(),
+                ranks_per_node=ranks_per_node(),
                 job=JobClass.of(self.how.compiled, self.parallel_dims.ep),
                 unplanned=self.dispatchers,
                 symmetric=buffer.symmetric,

@@ -140,12 +140,12 @@ class LiveBytes(TorchDispatchMode):
         """Called with each operation, its arguments and its result, after it is counted."""
         self._parts = parts
         self.on_host = frozenset(on_host) | {MemoryKind.OFFLOADED}
-        self.host_peak = 0
-        """The most bytes of offloaded activations."""
+        self.most: Counter[MemoryKind] = Counter()
+        """The most bytes of each kind that were live at once, on the host as well."""
+        self._now: Counter[MemoryKind] = Counter()
         self._live: dict[int, _Storage] = {}
         self._full: set[int] = set()
         """Keys of storages that FSDP empties when it reshards, which no operation shows."""
-        self._offloaded = 0
         self._depth = 0
         self._handles: list[Any] = []
         self.events: list[Event] = []
@@ -204,16 +204,6 @@ class LiveBytes(TorchDispatchMode):
     @property
     def peak(self) -> Peak:
         return Peak.of(self.phases)
-
-    @property
-    def unsharded(self) -> int:
-        """The most bytes of unsharded units and all-gather buffers."""
-        now = most = 0
-        for serial, _, nbytes in self.events:
-            if self._storages[serial].kind is MemoryKind.UNSHARDED:
-                now += nbytes or -self._storages[serial].nbytes
-                most = max(most, now)
-        return most
 
     @property
     def reserved(self) -> dict[int, int]:
@@ -340,9 +330,7 @@ class LiveBytes(TorchDispatchMode):
             storage.serial = len(self.events)
             self._storages[storage.serial] = storage
             self.events.append(Event(storage.serial, storage.stream, storage.nbytes))
-        if storage.kind is MemoryKind.OFFLOADED:
-            self._offloaded += storage.nbytes
-            self.host_peak = max(self.host_peak, self._offloaded)
+        self._add(storage.kind, storage.nbytes)
         if storage.kind is MemoryKind.UNSHARDED and storage.nbytes:
             self._full.add(key)
         return storage
@@ -352,16 +340,21 @@ class LiveBytes(TorchDispatchMode):
         self._full.discard(key)
         if storage.serial >= 0:
             self.events.append(Event(storage.serial, storage.stream, 0))
+        self._add(storage.kind, -storage.nbytes)
         if storage.kind is MemoryKind.EXACT and not in_backward():
             storage.kind = MemoryKind.TEMPORARY  # forward was over with it: not kept
-        if storage.kind is MemoryKind.OFFLOADED:
-            self._offloaded -= storage.nbytes
         return storage
+
+    def _add(self, kind: MemoryKind, nbytes: int) -> None:
+        self._now[kind] += nbytes
+        self.most[kind] = max(self.most[kind], self._now[kind])
 
     def _turn_into(self, storage: _Storage, kind: MemoryKind) -> None:
         if kind in self.on_host and storage.serial >= 0:
             self.events.append(Event(storage.serial, storage.stream, 0))
             storage.serial = -1
+        self._add(storage.kind, -storage.nbytes)
+        self._add(kind, storage.nbytes)
         storage.kind = kind
 
     def _see_full(self) -> None:

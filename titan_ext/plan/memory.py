@@ -73,9 +73,7 @@ class MemoryPlan:
     """Bytes of symmetric memory, which is not the allocator's."""
 
     @classmethod
-    def of(
-        cls, live: LiveBytes, memory: int, ranks_per_node: int = 1, **facts: Any
-    ) -> "MemoryPlan":
+    def of(cls, live: LiveBytes, memory: int, **facts: Any) -> "MemoryPlan":
         phases = live.phases
         return cls(
             memory,
@@ -83,9 +81,8 @@ class MemoryPlan:
             phases,
             communicators=len(live.groups),
             on_host=live.on_host,
-            host_peak=live.host_peak,
-            unsharded=live.unsharded,
-            ranks_per_node=ranks_per_node,
+            host_peak=live.most[MemoryKind.OFFLOADED],
+            unsharded=live.most[MemoryKind.UNSHARDED],
             reserved=live.reserved,
             **facts,
         )

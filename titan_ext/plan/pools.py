@@ -20,7 +20,6 @@ Inductor does not fuse, though it could, are not known here.
 """
 
 import functools
-from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,47 +49,32 @@ class _Pool:
         self.reserved = 0
         self._top = 0
         """End of the last used block; what is reserved beyond it can grow."""
-        self._free: list[tuple[int, int]] = []
-        """Size and address of each hole below it, smallest first."""
-        self._starts: dict[int, int] = {}
-        self._ends: dict[int, int] = {}
+        self._holes: dict[int, int] = {}
+        """Size of each hole below it, by its address."""
 
     def take(self, size: int) -> int:
         """The address of a block: the best fit among holes, otherwise at the top."""
-        at = bisect_left(self._free, (size, 0))
-        if at == len(self._free):
+        fits = [(hole, start) for start, hole in self._holes.items() if hole >= size]
+        if not fits:
             # With expandable segments what is missing is mapped behind the last block.
             start, self._top = self._top, self._top + size
             missing = max(self._top - self.reserved, 0)
             self.reserved += -(-missing // self.page) * self.page
             return start
-        found, start = self._free[at]
-        self._remove(found, start)
+        found, start = min(fits)
+        del self._holes[start]
         if found > size:
-            self._insert(found - size, start + size)
+            self._holes[start + size] = found - size
         return start
 
     def give(self, size: int, start: int) -> None:
         """Free a block, and join it with the holes beside it."""
-        if (after := self._starts.get(start + size)) is not None:
-            self._remove(after, start + size)
-            size += after
-        if (before := self._ends.get(start)) is not None:
-            start -= before
-            self._remove(before, start)
-            size += before
-        if start + size == self._top:
-            self._top = start
+        before = next((at for at, hole in self._holes.items() if at + hole == start), start)
+        size += self._holes.pop(start + size, 0) + self._holes.pop(before, 0)
+        if before + size == self._top:
+            self._top = before
         else:
-            self._insert(size, start)
-
-    def _insert(self, size: int, start: int) -> None:
-        insort(self._free, (size, start))
-        self._starts[start] = self._ends[start + size] = size
-
-    def _remove(self, size: int, start: int) -> None:
-        del self._free[bisect_left(self._free, (size, start))]
-        del self._starts[start], self._ends[start + size]
+            self._holes[before] = size
 
 
 class Pools:

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleGPipe,
 )
 
-from titan_ext.plan.streams import Item, Streams, Work
+from titan_ext.plan.streams import Streams, Work
 
 
 class Action(NamedTuple):
@@ -68,11 +68,11 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
     backward = 1 - forward
     # That both halves of a backward take as long as each other is assumed.
     cost = {"F": forward, "B": backward, "I": backward / 2, "W": backward / 2}
-    places = {
-        (action.kind == "F", action.stage, action.microbatch): Item(rank, place)
+    waited_for = {
+        (kind == "F", stage, microbatch): Work(cost[kind], queue=rank, index=place)
         for rank, order in orders.items()
-        for place, action in enumerate(order)
-        if action.kind != "W"
+        for place, (kind, stage, microbatch) in enumerate(order)
+        if kind != "W"
     }
     last = max(action.stage for order in orders.values() for action in order)
     streams = Streams()
@@ -82,8 +82,9 @@ def idle_share(orders: Mapping[int, Sequence[Action]], forward: float) -> float:
                 # The first forward and the last stage's backward wait for nothing but their queue.
                 if stage != (0 if kind == "F" else last):
                     before = kind == "F", stage + (-1 if kind == "F" else 1), microbatch
-                    streams.wait(rank, [places[before]])
-                streams.add(rank, Work(cost[kind]))
+                    streams.wait(rank, [waited_for[before]])
+                its_own = kind == "F", stage, microbatch
+                streams.add(rank, Work(cost[kind]) if kind == "W" else waited_for[its_own])
         streams.run()
     except (KeyError, AssertionError):  # for what nobody does, or for each other
         raise ValueError("the stages of this pipeline schedule wait for each other.") from None

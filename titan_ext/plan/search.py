@@ -46,7 +46,7 @@ from titan_ext.plan.moves import (
     keys_of,
     with_move,
 )
-from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_time
+from titan_ext.plan.shorten import Depths, NotAlikeError, cut, whole_memory, whole_of
 from titan_ext.plan.solver import BudgetTooSmallError, Solution
 from titan_ext.plan.time import Category, StepTime
 
@@ -254,7 +254,7 @@ class Job:
                 memory = whole_memory(short[0], longer[0], depths)
             except NotAlikeError:
                 return plan(checkpointing)
-            time = whole_time(short[1], longer[1], depths)
+            time = whole_of(short[1], longer[1], depths)
             return Plan(memory, time, checkpointing, sketch=sketch)
 
         of_step = shortened if depths is not None and not is_whole else plan
@@ -429,7 +429,7 @@ class Search:
             raise ValueError(self.own.reason)
         self._best = self.own
         self.say("its best checkpointing")
-        self._go_on_from(self.evaluate([{}], self.own))
+        self._go_on_from(self.evaluate([{}], self.own.plan.room))
         self._descend()
         self._take_back()
         self._confirm()
@@ -437,24 +437,22 @@ class Search:
     def evaluate(
         self,
         every: Sequence[Choices],
-        near: Tried | None,
+        room: int | None,
         *,
         is_whole: bool = False,
         to_win: bool = False,
     ) -> list[Tried]:
         """Plan candidates, each with the best checkpointing that fits; of shortened models.
 
-        ``near`` says about how much they may hold; None is for the user's own checkpointing. With
+        ``room`` is about what they may hold; None is for the user's own checkpointing. With
         ``to_win`` one that cannot beat the best needs no plan.
         """
-        held = near.checkpointing if near else None
-        room = held.nbytes if held else near.plan.room if near and near.plan else None
-        is_race = near is not None and self._best is not None and self._best.fits and not is_whole
+        is_race = room is not None and self._best is not None and self._best.fits and not is_whole
         at_most = self.best.us_per_token if is_race else math.inf
         sketch = self.best.planned.sketch if is_race and to_win else None
         is_whole = is_whole or self.job.depths is None
         asked = [keys_of(choices, self.job.values) for choices in every]
-        jobs = [(frozenset(_job(keys).items()), near is None, is_whole) for keys in asked]
+        jobs = [(_job(keys), room is None, is_whole) for keys in asked]
         new = [
             at
             for at, job in enumerate(jobs)
@@ -521,7 +519,7 @@ class Search:
             self._ahead += len(base.choices) + self._whole_plans
             if self._new(every):
                 self.say(move.words)
-            found = self.evaluate(every, _near(base), to_win=True)
+            found = self.evaluate(every, _held(base), to_win=True)
             since = 0 if self._go_on_from(found) else since + 1
             if since == len(MOVES):
                 return
@@ -534,9 +532,8 @@ class Search:
 
     def _new(self, every: Iterable[Choices]) -> list[Choices]:
         """Those that nobody has planned, with a checkpointing of their own."""
-        tried = {frozenset(items) for items, is_own, _ in self._tried if not is_own}
-        keys = [frozenset(_job(keys_of(one, self.job.values)).items()) for one in every]
-        return [one for one, key in zip(every, keys, strict=True) if key not in tried]
+        tried = {job for job, is_own, _ in self._tried if not is_own}
+        return [one for one in every if _job(keys_of(one, self.job.values)) not in tried]
 
     def _changed(self, move: Move, base: Tried) -> list[Choices]:
         """``base`` with each change of a move, if it acts on categories that take a while."""
@@ -564,12 +561,12 @@ class Search:
         self._ahead = self._whole_plans
         self.say("each change taken back")
         every = [_but(best.choices, move) for move in best.choices]
-        without = dict(zip(best.choices, self.evaluate(every, _near(best)), strict=True))
+        without = dict(zip(best.choices, self.evaluate(every, _held(best)), strict=True))
         needless = [
             move for move, one in without.items() if one.fits == best.fits and not best.beats(one)
         ]
         if needless:
-            (one,) = self.evaluate([_but(best.choices, *needless)], _near(best))
+            (one,) = self.evaluate([_but(best.choices, *needless)], _held(best))
             if one.fits == best.fits and not best.beats(one):
                 self._best = one
         self.without = {**without}
@@ -580,7 +577,7 @@ class Search:
         """Plan the best and the user's config as whole models."""
         self._ahead = self._whole_plans - 1
         self.say("whole models")
-        found = self.evaluate([self.best.choices], _near(self.best), is_whole=True)
+        found = self.evaluate([self.best.choices], _held(self.best), is_whole=True)
         self._ahead = self._whole_plans // 2 - 1
         (self.own,) = self.evaluate([{}], None, is_whole=True)
         self._ahead = 0
@@ -589,9 +586,9 @@ class Search:
         self.winner = min([*found, self.own], key=lambda one: one.order)
 
 
-def _near(best: Tried) -> Tried | None:
-    """For ``evaluate``: the user's own checkpointing stays where no table starts."""
-    return best if best.checkpointing else None
+def _held(best: Tried) -> int | None:
+    """The room of others, by the best; the user's own checkpointing stays where no table starts."""
+    return best.checkpointing.nbytes if best.checkpointing else None
 
 
 def _but(choices: Choices, *others: Move) -> Choices:
@@ -600,4 +597,4 @@ def _but(choices: Choices, *others: Move) -> Choices:
 
 def _job(keys: Keys) -> Any:
     """Equal for the same job: a batch of a rank says that of a step."""
-    return {key: value for key, value in keys.items() if key != GLOBAL}
+    return frozenset(item for item in keys.items() if item[0] != GLOBAL)

@@ -13,7 +13,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 from titan_ext.plan.memory import MemoryPlan, Peak
-from titan_ext.plan.time import StepTime
 
 _LAYER = re.compile(r"\blayers\.(\d+)")
 # Planned: two periods of 16B gave a peak of 46.4 GiB for 38.38 of the whole model, three gave
@@ -91,11 +90,6 @@ def kind_of(value: Any) -> Any:
     return repr(value) if isinstance(value, dict) else value
 
 
-def whole_time(short: StepTime, longer: StepTime, depths: Depths) -> StepTime:
-    """A step of the whole model, from those of the two short ones."""
-    return _line(short, longer, depths.times)
-
-
 def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> MemoryPlan:
     """The memory of a step of the whole model, from those of the two short ones.
 
@@ -106,7 +100,7 @@ def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> Memor
     kept = [
         phase
         for phase in longer.phases
-        if not depths.head <= _layer(phase.phase, -1) < depths.head + added
+        if not depths.head <= _layer(phase.phase) < depths.head + added
     ]
     names = [_renamed(phase.phase, depths.head, added) for phase in short.phases]
     if [phase.phase for phase in kept] != names:
@@ -115,9 +109,9 @@ def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> Memor
 
     def whole(one: Peak, other: Peak) -> Peak:
         return Peak(
-            _line(one.nbytes, other.nbytes, depths.times),
+            whole_of(one.nbytes, other.nbytes, depths),
             _renamed(one.phase, depths.head, missing),
-            _line(one.by_kind, other.by_kind, depths.times),
+            whole_of(one.by_kind, other.by_kind, depths),
         )
 
     phases = [whole(one, other) for one, other in zip(short.phases, kept, strict=True)]
@@ -125,37 +119,36 @@ def whole_memory(short: MemoryPlan, longer: MemoryPlan, depths: Depths) -> Memor
     if _renamed(short.peak.phase, depths.head, added) == longer.peak.phase:
         exact = whole(short.peak, longer.peak)
         peak = exact if exact.phase == peak.phase else peak
-    others = {
-        f.name: _line(getattr(short, f.name), getattr(longer, f.name), depths.times)
-        for f in fields(MemoryPlan)
-        if f.name not in ("peak", "phases")
-    }
-    return MemoryPlan(peak=peak, phases=phases, **others)
+    return replace(whole_of(short, longer, depths), peak=peak, phases=phases)
 
 
-def _layer(phase: str, otherwise: int) -> int:
+def _layer(phase: str) -> int:
+    """-1 for a phase that is no layer's."""
     found = _LAYER.search(phase)
-    return int(found[1]) if found else otherwise
+    return int(found[1]) if found else -1
 
 
 def _renamed(phase: str, head: int, added: int) -> str:
     """A phase of a short model, where ``added`` layers follow the first ``head``."""
-    layer = _layer(phase, -1)
+    layer = _layer(phase)
     return phase if layer < head else _LAYER.sub(f"layers.{layer + added}", phase)
 
 
-def _line(short: Any, longer: Any, times: float) -> Any:
-    """``short`` and ``times`` what ``longer`` has more, number by number; others as they are."""
+def whole_of(short: Any, longer: Any, depths: Depths) -> Any:
+    """Of a step of the whole model, from those of the two short ones: on a line, number by number.
+
+    What is no number is as in the short one.
+    """
     if isinstance(short, bool) or short == longer:
         return short
     if isinstance(short, int) and isinstance(longer, int):
-        return round(short + times * (longer - short))
+        return round(short + depths.times * (longer - short))
     if isinstance(short, int | float) and isinstance(longer, int | float):
-        return short + times * (longer - short)
+        return short + depths.times * (longer - short)
     if isinstance(short, Mapping):
         keys = dict.fromkeys([*short, *longer])
-        return {key: _line(short.get(key, 0), longer.get(key, 0), times) for key in keys}
+        return {key: whole_of(short.get(key, 0), longer.get(key, 0), depths) for key in keys}
     if is_dataclass(short) and not isinstance(short, type):
         pairs = {f.name: (getattr(short, f.name), getattr(longer, f.name)) for f in fields(short)}
-        return replace(short, **{name: _line(*pair, times) for name, pair in pairs.items()})
+        return replace(short, **{name: whole_of(*pair, depths) for name, pair in pairs.items()})
     return short

@@ -194,11 +194,15 @@ def _router(config: Any) -> Any:
     return config
 
 
-def _told(config: type) -> Any:
-    """A config that also says to a dispatcher where tokens go, which fake tensors do not."""
-    fields = [("imbalance", float, 1.0), ("router", TokenChoiceTopKRouter.Config | None, None)]
+def _config(base: type, *fields: tuple[str, Any, Any]) -> Any:
+    """The config of a stand-in: ``base``, and ``fields``."""
     at = {"__module__": __name__}
-    return make_dataclass("Config", fields, bases=(config,), kw_only=True, slots=True, namespace=at)
+    return make_dataclass("Config", fields, bases=(base,), kw_only=True, slots=True, namespace=at)
+
+
+_IMBALANCE = "imbalance", float, 1.0
+_ROUTER = "router", TokenChoiceTopKRouter.Config | None, None
+"""What a config also says to a dispatcher: where tokens go, which fake tensors do not."""
 
 
 class _Planned:
@@ -250,11 +254,11 @@ class _Planned:
 
 
 class PlannedTokenDispatcher(_Planned, FunctionalAllToAllTokenDispatcher):
-    Config = _told(FunctionalAllToAllTokenDispatcher.Config)
+    Config = _config(FunctionalAllToAllTokenDispatcher.Config, _IMBALANCE, _ROUTER)
 
 
 class PlannedStockTokenDispatcher(_Planned, AllToAllTokenDispatcher):
-    Config = _told(AllToAllTokenDispatcher.Config)
+    Config = _config(AllToAllTokenDispatcher.Config, _IMBALANCE, _ROUTER)
 
 
 class Buffered:
@@ -304,13 +308,13 @@ class Buffer(NamedTuple):
 class PlannedMinimalAsync(Buffered, MinimalAsyncEPTokenDispatcher):
     symmetric = 2  # _HIDDEN_RECV_BUFFER_COUNT (torchtitan/distributed/minimal_async_ep/api.py)
 
-    Config = _told(MinimalAsyncEPTokenDispatcher.Config)
+    Config = _config(MinimalAsyncEPTokenDispatcher.Config, _IMBALANCE, _ROUTER)
 
 
 class PlannedHybrid(Buffered, HybridEPTokenDispatcher):
     """That does not wait; what deep_ep's own buffer takes, only deep_ep knows."""
 
-    Config = _told(HybridEPTokenDispatcher.Config)
+    Config = _config(HybridEPTokenDispatcher.Config, _IMBALANCE, _ROUTER)
 
 
 _PLANNED: dict[type, Any] = {
@@ -343,7 +347,7 @@ class _OneKernel:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        self.window, self.keeps = config.window, getattr(config, "keeps", False)
+        self.window, self.keeps = getattr(config, "window", 0), getattr(config, "keeps", False)
 
     def forward(
         self,
@@ -389,17 +393,13 @@ class AttentionShapes(_OneKernel, ScaledDotProductAttention):
 
 
 class FlexAttentionShapes(_OneKernel, FlexAttention):
-    @dataclass(kw_only=True, slots=True)
-    class Config(FlexAttention.Config):
-        window: int = 0
+    Config = _config(FlexAttention.Config)
 
 
 class RMSNormShapes(RMSNorm):
     """RMSNorm as one operation, which keeps its input and one fp32 number a row."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(RMSNorm.Config):
-        pass
+    Config = _config(RMSNorm.Config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(x, DTensor):
@@ -426,9 +426,7 @@ class _RMSNorm(torch.autograd.Function):
 class GateInFloat32(Linear):
     """The router's gate under autocast to fp32, which copies input and weight first."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
+    Config = _config(Linear.Config)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.float()

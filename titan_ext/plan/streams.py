@@ -12,45 +12,33 @@ held up by long ones.
 """
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-
-class Item(NamedTuple):
-    """The ``index``-th item of a queue; to wait for it is to wait for its end."""
-
-    queue: Hashable
-    index: int
+from typing import Any
 
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """An item of a queue."""
+    """An item of a queue; to wait for it is to wait for its end."""
 
     ms: float
     """How long it takes by itself; a message's latency."""
-    after: tuple[tuple[Item, Any], ...] = ()
-    """Items of other queues that have to end first, in this order, and why."""
     link: str = ""
     """The link that a message takes; "" for other work."""
     on_link_ms: float = 0.0
     """How long a message takes on a link of its own, beside its latency."""
     label: Any = None
     """Whatever the caller wants to find again."""
+    queue: Hashable = None
+    index: int = -1
+    """Its place in its queue, once it has been added."""
+    after: Sequence[tuple["Work", Any]] = ()
+    """Work of other queues that has to end first, in this order, and why."""
     free: float = 0.0
     start: float = 0.0
     end: float | None = None
     """In ms, once they are known. ``free`` is when the queue could have begun it."""
-
-
-@dataclass(eq=False, slots=True)
-class _Message:
-    """A message on its link: when it gets there, and what is left of it."""
-
-    work: Work
-    arrival: float
-    left_ms: float
 
 
 @dataclass(eq=False)
@@ -58,32 +46,30 @@ class _Link:
     """A link that all messages on it share equally."""
 
     now: float = 0.0
-    messages: list[_Message] = field(default_factory=list)
+    left: dict[Work, float] = field(default_factory=dict)
+    """Milliseconds of each message that are left by then."""
 
-    def first_end(self, *, commit: bool = False) -> tuple[float, Work] | None:
-        """The message that ends first, and when; ``commit`` goes on to that time."""
-        now, left = self.now, {id(m): m.left_ms for m in self.messages}
-        while self.messages:
-            active = [m for m in self.messages if m.arrival <= now]
-            later = min((m.arrival for m in self.messages if m.arrival > now), default=None)
+    def first_end(self) -> tuple[float, Work, dict[Work, float]] | None:
+        """When the first message ends, which one that is, and what is left of the others then."""
+        now, left = self.now, dict(self.left)
+        arrivals = {message: message.start + message.ms for message in left}
+        while left:
+            active = [message for message in left if arrivals[message] <= now]
+            later = min((at for at in arrivals.values() if at > now), default=None)
             if not active:
                 assert later is not None
                 now = later
                 continue
-            first = min(active, key=lambda m: left[id(m)])
-            end = now + left[id(first)] * len(active)
+            first = min(active, key=left.__getitem__)
+            end = now + left[first] * len(active)
             until = end if later is None else min(end, later)
             for message in active:
-                left[id(message)] -= (until - now) / len(active)
+                left[message] -= (until - now) / len(active)
             now = until
             if until < end:
                 continue
-            if commit:
-                self.now = now
-                self.messages.remove(first)
-                for message in self.messages:
-                    message.left_ms = max(left[id(message)], 0.0)
-            return now, first.work
+            del left[first]
+            return now, first, {message: max(ms, 0.0) for message, ms in left.items()}
         return None
 
 
@@ -93,52 +79,48 @@ class Streams:
     def __init__(self) -> None:
         self.queues: dict[Hashable, list[Work]] = {}
         self._waited: dict[Hashable, dict[Hashable, int]] = {}
-        self._next: dict[Hashable, list[tuple[Item, Any]]] = {}
+        self._next: dict[Hashable, list[tuple[Work, Any]]] = {}
 
-    def wait(self, queue: Hashable, items: Iterable[Item], why: Any = None) -> None:
-        """Let the next item of ``queue`` wait for ``items``."""
+    def wait(self, queue: Hashable, works: Iterable[Work], why: Any = None) -> None:
+        """Let the next item of ``queue`` wait for ``works``."""
         waited = self._waited.setdefault(queue, {})
-        for item in items:
+        for work in works:
             # A queue is in order: who has waited for an item has waited for all before it.
-            if item.queue != queue and item.index > waited.get(item.queue, -1):
-                waited[item.queue] = item.index
-                self._next.setdefault(queue, []).append((item, why))
+            if work.queue != queue and work.index > waited.get(work.queue, -1):
+                waited[work.queue] = work.index
+                self._next.setdefault(queue, []).append((work, why))
 
-    def add(self, queue: Hashable, work: Work) -> Item:
-        if (waits := self._next.pop(queue, None)) is not None:
-            work.after += tuple(waits)
+    def add(self, queue: Hashable, work: Work) -> Work:
         items = self.queues.setdefault(queue, [])
+        work.queue, work.index, work.after = queue, len(items), self._next.pop(queue, ())
         items.append(work)
-        return Item(queue, len(items) - 1)
+        return work
 
-    def last(self, queue: Hashable) -> tuple[Item, ...]:
+    def last(self, queue: Hashable) -> tuple[Work, ...]:
         """The last item of ``queue``, if it has one; and what its next one has to wait for."""
-        items = self.queues.get(queue)
-        done = (Item(queue, len(items) - 1),) if items else ()
-        return (*done, *(item for item, _ in self._next.get(queue, ())))
+        items = self.queues.get(queue, [])
+        return (*items[-1:], *(work for work, _ in self._next.get(queue, ())))
 
     def waits(self, work: Work) -> Iterator[tuple[Any, float]]:
         """Causes by which ``work`` began later than its queue could have, and the ms of each."""
         at = work.free
-        for item, why in work.after:
-            end = self.queues[item.queue][item.index].end
-            assert end is not None, "run() has been called"
-            if end > at:
-                yield why, end - at
-                at = end
+        for other, why in work.after:
+            assert other.end is not None, "run() has been called"
+            if other.end > at:
+                yield why, other.end - at
+                at = other.end
 
     def run(self) -> None:
         """Set start and end of all work, which may have other times than before.
 
         Raises AssertionError if queues wait for each other.
         """
-        # How many items of each queue are done, when it is free, and what is on links.
         for work in itertools.chain(*self.queues.values()):
             work.end = None  # of a run with other times
+        # How many items of each queue are done, when it is free, and what is on links.
         self._done = dict.fromkeys(self.queues, 0)
         self._free = dict.fromkeys(self.queues, 0.0)
-        self._links: dict[str, _Link] = {}
-        self._on_link: dict[int, Hashable] = {}
+        self._links: defaultdict[str, _Link] = defaultdict(_Link)
         waiting = set(self.queues)
         while True:
             moved = True
@@ -151,12 +133,10 @@ class Streams:
             if not ends:
                 break
             # Every queue waits for a message: nothing can begin before the first of them ends.
-            (end, work), link = min(ends, key=lambda end: end[0][0])
-            link.first_end(commit=True)
-            work.end = end
-            queue = self._on_link.pop(id(work))
-            self._free[queue] = work.end
-            self._done[queue] += 1
+            (end, work, left), link = min(ends, key=lambda end: end[0][0])
+            link.now, link.left = end, left
+            work.end = self._free[work.queue] = end
+            self._done[work.queue] += 1
             waiting = {q for q in self.queues if self._done[q] < len(self.queues[q])}
         assert not waiting, "queues wait for each other"
 
@@ -165,18 +145,14 @@ class Streams:
         items, began = self.queues[queue], False
         while self._done[queue] < len(items):
             work = items[self._done[queue]]
-            if id(work) in self._on_link:
-                return began
-            ends = [self.queues[item.queue][item.index].end for item, _ in work.after]
-            if any(end is None for end in ends):
+            ends = [other.end for other, _ in work.after]
+            if work in self._links[work.link].left or any(end is None for end in ends):
                 return began
             work.free = self._free[queue]
             work.start = max([work.free, *(end for end in ends if end is not None)])
             began = True
             if work.link:
-                message = _Message(work, work.start + work.ms, work.on_link_ms)
-                self._links.setdefault(work.link, _Link()).messages.append(message)
-                self._on_link[id(work)] = queue
+                self._links[work.link].left[work] = work.on_link_ms
                 return began
             work.end = self._free[queue] = work.start + work.ms
             self._done[queue] += 1

@@ -43,7 +43,7 @@ from titan_ext.plan.op_cost import (
 )
 from titan_ext.plan.pools import component_of
 from titan_ext.plan.stand_ins import Buffer
-from titan_ext.plan.streams import Item, Streams, Work
+from titan_ext.plan.streams import Streams, Work
 
 
 class Category(StrEnum):
@@ -126,10 +126,10 @@ class _Buffer:
 
     made_on: Any
     ref: weakref.ref
-    ready: dict[Any, Item] = field(default_factory=dict)
-    """Items that have to end before it can be read, by queue; ``used``: before it can be freed."""
+    ready: dict[Any, Work] = field(default_factory=dict)
+    """Work that has to end before it can be read, by queue; ``used``: before it can be freed."""
     why: Category = Category.GATHERS
-    used: dict[Any, Item] = field(default_factory=dict)
+    used: dict[Any, Work] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -307,7 +307,7 @@ class StepClock:
 
     def _add(
         self, queue: Any, category: Category, ms: float, kernel: str = "", **on_link: Any
-    ) -> Item:
+    ) -> Work:
         component = component_of(self._live.region())
         label = _Label(self.passes[-1], category, self._phase, kernel, ms, ms, component)
         return self.streams.add(queue, Work(ms, label=label, **on_link))
@@ -315,10 +315,9 @@ class StepClock:
     def _launch(self, queue: Any, kernels: int = 1) -> Work:
         """The host gives out what comes next in ``queue``."""
         one = 1.0 if self._phase in ("loss", "clip", "optimizer") else self.how.policy
-        item = self._add(_HOST, Category.HOST, one + _LAUNCH * (kernels - 1))
-        self.streams.wait(queue, [item], Category.HOST)
-        work = self.streams.queues[_HOST][item.index]
+        work = self._add(_HOST, Category.HOST, one + _LAUNCH * (kernels - 1))
         work.label.compiled = _COMPILED
+        self.streams.wait(queue, [work], Category.HOST)
         return work
 
     def _call(self) -> None:
@@ -326,8 +325,7 @@ class StepClock:
         region = self._live.region()
         at = self._phase, region
         if region and at != self._called:
-            item = self._add(_HOST, Category.HOST, 0.0)
-            self.streams.queues[_HOST][item.index].label.compiled = _CALL
+            self._add(_HOST, Category.HOST, 0.0).label.compiled = _CALL
         self._called = at
 
     def _hook(self, calls: int) -> None:
@@ -336,15 +334,14 @@ class StepClock:
             self._add(_HOST, Category.HOST, calls * _HOOK)
 
     def _run(self, func: Any, stream: Any, args: Any, kwargs: Any, out: Any) -> None:
-        used, kernels = tensors_in((args, kwargs)), kernels_of(func, args)
+        name, kernels, used = func._schema.name, kernels_of(func, args), tensors_in((args, kwargs))
         given = self._launch(stream, kernels)
         self._wait_for(stream, used)
-        self._hook(2 * func._schema.name.startswith("fsdp::chunk_cat"))  # those of backward
+        self._hook(2 * name.startswith("fsdp::chunk_cat"))  # those of backward
         self.passes[-1].launched += kernels
         cost = op_cost(func, args, kwargs, out, self._machine)
-        name = func._schema.name
-        self._has_experts |= kernel_class(name) == "grouped GEMM"
         ms, kind, category = cost.ms, kernel_class(name), self._category(name)
+        self._has_experts |= kind == "grouped GEMM"
         if kind in ("grouped GEMM", "exchanges"):
             ms *= self._buffer_of_tokens.share
         if kind == "exchanges":  # of kernels that write into the buffers of other ranks
@@ -354,10 +351,9 @@ class StepClock:
             ms, category = max(ms, on_link_ms), Category.EXCHANGES
         end = self._add(stream, category, ms, kind)
         if stream is self.compute and self._live.region():
-            work = self.streams.queues[stream][end.index]
             read, made = self._live.fused(func, used), self._live.fused(func, tensors_in(out))
             if read is not None and made is not None and not cost.flops:
-                self._fused.append((work, given, read, made))
+                self._fused.append((end, given, read, made))
         self._use(stream, used, end)
         if stream is not self.compute or name.startswith("fsdp::"):
             for tensor in (*tensors_in(out), *tensors_in(kwargs.get("out"))):
@@ -443,7 +439,7 @@ class StepClock:
             if (buffer := self._known(tensor)) is not None:
                 self.streams.wait(queue, buffer.ready.values(), buffer.why)
 
-    def _use(self, queue: Any, tensors: Sequence[torch.Tensor], end: Item) -> None:
+    def _use(self, queue: Any, tensors: Sequence[torch.Tensor], end: Work) -> None:
         for tensor in tensors:
             if (buffer := self._known(tensor)) is not None:
                 buffer.used[queue] = end
