@@ -205,7 +205,8 @@ def test_bytes_of_a_reduction(steps: Mapping[str, PlannedStep]):
         for kind, unit in (("reduce_scatter", "lm_head"), ("reduce_scatter", "layers.1.attention"))
     }
     held = {phase.phase: phase.by_kind for phase in step.phases}
-    of_norm = 256 * 4  # its gradient, which waits for its unit's
+    # Its gradient, which waits for its unit's; torch 2.14 keeps it in bf16.
+    of_norm = 256 * (2 if torch.__version__ < "2.15" else 4)
     assert held["backward of norm"][MemoryKind.REDUCE] == reduced["lm_head"] + of_norm
     of_two = held["backward of layers.1"][MemoryKind.REDUCE] / reduced["layers.1.attention"]
     assert 2 < of_two < 2.6, "and what the next has made by then"

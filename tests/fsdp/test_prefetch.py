@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed.utils import get_spmd_context
 
 from tests.helpers.cluster import run_ranks
@@ -85,6 +86,7 @@ def _after_a_failed_backward(ac: str) -> list[str]:
 
     truth, said = gradients(), []
     block: Any = model.layers["1"]
+    units: Any = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in (block, block.attention):
         hook = module.register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
         with pytest.raises(MemoryError):
@@ -94,6 +96,10 @@ def _after_a_failed_backward(ac: str) -> list[str]:
             gradients()
         said.append(str(error.value))
         cast(Any, model).reset_iter_state()
+        for unit in units if torch.__version__ < "2.15" else ():  # it leaves their gradients there
+            unit.unshard()
+            unit.zero_grad()
+            unit.reshard()
         again = gradients()
         said += [name for name in truth if not again[name].equal(truth[name])]
     return said

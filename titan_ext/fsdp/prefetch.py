@@ -140,8 +140,8 @@ class _ForwardLists:
         if state and state.post_backward_final_callback_queued and not in_backward():
             raise RuntimeError(
                 "the last backward ended in an exception, and FSDP2 is still in it. Call "
-                "reset_iter_state() on the model on every rank: it drops the gradients of this "
-                "step, which begins again (docs/your_model.md)."
+                "reset_iter_state() on the model on every rank, and begin the step again: its "
+                "gradients are lost. docs/your_model.md says what torch 2.14 needs, too."
             )
         for module, left in self._left.items():
             # A schedule of a pipeline may gather a unit before its forward, too: that is new.
