@@ -34,7 +34,7 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
     (model,) = trainer.model_parts
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     report = {
-        "groups": look(model),
+        "groups": look([model]),
         "unset": [
             name
             for name, t in [*model.named_parameters(), *model.named_buffers()]
