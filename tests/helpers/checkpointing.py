@@ -238,13 +238,14 @@ def digests_of(states: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in states.items():
         if isinstance(value, torch.Tensor) and ".inner_experts." in name and value.dim() == 3:
-            found |= {f"{name}[{e}]": _digest(expert) for e, expert in enumerate(value)}
+            found |= {f"{name}[{e}]": digest(expert) for e, expert in enumerate(value)}
         else:
-            found[name] = _digest(value)
+            found[name] = digest(value)
     return found
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Shape, dtype and SHA-256 of a tensor; of another value, what Python prints."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return f"{tuple(value.shape)} {value.dtype} {_sha256(value)}"
