@@ -161,10 +161,14 @@ def run(
     )
 
 
+POLICIES = {"exact": EXACT, "by operation": OP_POLICIES}
+POLICIES |= {name: FP8AC.Config(preset=name) for name in ("speed", "memory", "balanced", "gemms")}
+
+
 @functools.cache
-def outcome_of(*, exact: bool, wrap: Wrap = "submodule", layers: int = 2) -> Outcome:
+def compiled(policy: str, wrap: Wrap = "submodule", layers: int = 2) -> Outcome:
     """Of ``run``, once for all tests."""
-    return run(FP8AC(EXACT if exact else OP_POLICIES), wrap, layers=layers)
+    return run(FP8AC(POLICIES[policy]), wrap, layers=layers)
 
 
 def _count_into(waiting: dict[int, int], model: Decoder) -> Callable[[torch.Tensor], Any]:
@@ -225,12 +229,12 @@ EXPECTED: dict[Wrap, list[list]] = {
 @pytest.mark.parametrize("wrap", [pytest.param("block", marks=pytest.mark.slow), "submodule"])
 def test_op_policies_tensor_by_tensor(wrap: Wrap):
     """One graph for each kind of unit; the router and every GEMM whose output is saved run once."""
-    outcome = outcome_of(exact=False, wrap=wrap)
+    outcome = compiled("by operation", wrap)
     assert [activations(saved) for saved in outcome.saved] == EXPECTED[wrap]
     assert outcome.graphs == len(EXPECTED[wrap])
     assert outcome.operations["aten::topk"] == 1
 
-    exact = outcome_of(exact=True, wrap=wrap)
+    exact = compiled("exact", wrap)
     assert exact.operations["aten::mm"] == outcome.operations["aten::mm"]
     assert worst_cosine(outcome, exact) > 0.999
     assert worst_cosine(outcome, exact) < 1
@@ -305,7 +309,7 @@ def test_inductor_stores_the_same_and_compiles_other_modules_as_without_us(
     assert moments == list(rows)
     kinds = 2 if layers == 1 else 3
     assert [activations(saved) for saved in inductor.saved] == EXPECTED["submodule"][:kinds]
-    aot_eager = outcome_of(exact=False, layers=layers)
+    aot_eager = compiled("by operation", layers=layers)
     assert inductor.nbytes == aot_eager.nbytes
     assert worst_cosine(inductor, aot_eager) > 0.98
 
@@ -380,29 +384,29 @@ def test_rows_whose_size_only_the_run_knows_stay_exact():
         ),
     ],
 )
-def test_the_policy_saves_the_same_compiled_as_eager(preset: Any, wrap: Wrap):
+def test_the_policy_saves_the_same_compiled_as_eager(preset: str, wrap: Wrap):
     """Within 2 % of the bytes, in one graph for each kind of unit, with the same gradients."""
-    policies = [FP8AC(FP8AC.Config(preset=preset)) for _ in range(2)]
-    eager = run(policies[0], wrap, backend=None)
-    compiled = run(policies[1], wrap)  # the second forward: compiled already
-    report = sum(block.nbytes for block in policies[0].memory_report.blocks)
-    assert 0.98 * report < compiled.nbytes < 1.02 * report
-    assert compiled.graphs == len(EXPECTED[wrap])
-    assert compiled.operations["aten::mm"] <= eager.operations["aten::mm"]
+    policy = FP8AC(POLICIES[preset])
+    eager = run(policy, wrap, backend=None)
+    ours = compiled(preset, wrap)  # the second forward: compiled already
+    report = sum(block.nbytes for block in policy.memory_report.blocks)
+    assert 0.98 * report < ours.nbytes < 1.02 * report
+    assert ours.graphs == len(EXPECTED[wrap])
+    assert ours.operations["aten::mm"] <= eager.operations["aten::mm"]
     # A unit's own input is float8 too; a block has only one.
-    assert worst_cosine(compiled, eager) > (0.9999 if wrap == "block" else 0.998)
+    assert worst_cosine(ours, eager) > (0.9999 if wrap == "block" else 0.998)
 
 
 @pytest.mark.parametrize(
-    ("config", "wrap", "off"),
+    ("policy", "wrap", "off"),
     [
-        (FP8AC.Config(preset="speed"), "submodule", 0.02),
-        (FP8AC.Config(preset="speed"), "experts", 0.02),
+        ("speed", "submodule", 0.02),
+        ("speed", "experts", 0.02),
         # It discards what backward reads, which is recomputed, and saves what nothing reads.
-        (OP_POLICIES, "submodule", 0.06),
+        ("by operation", "submodule", 0.06),
     ],
 )
-def test_a_plan_keeps_what_compiled_code_stores(config: FP8AC.Config, wrap: Wrap, off: float):
+def test_a_plan_keeps_what_compiled_code_stores(policy: str, wrap: Wrap, off: float):
     """A dry run runs units and pieces without a compiler."""
     live = LiveBytes([], [])
     held: dict[str, int] = {}
@@ -411,11 +415,10 @@ def test_a_plan_keeps_what_compiled_code_stores(config: FP8AC.Config, wrap: Wrap
         sizes = {event.storage: event.nbytes for event in live.events}  # the last is 0 at its end
         held[moment] = sum(sizes.values())
 
-    policies = [FP8AC(config) for _ in range(2)]
     with torch.compiler.set_stance("force_eager"), live:
-        run(policies[0], wrap, at=note, lengths=(L,))
+        run(FP8AC(POLICIES[policy]), wrap, at=note, lengths=(L,))
     planned = held["between"] - held["before"]
-    assert planned == pytest.approx(run(policies[1], wrap).nbytes, rel=off)
+    assert planned == pytest.approx(compiled(policy, wrap).nbytes, rel=off)
 
 
 def _reads_twice(block: Any, x_BLD: torch.Tensor, masks: Any, positions: Any) -> torch.Tensor:
@@ -598,18 +601,17 @@ class _NoAC(ActivationCheckpointing):
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        pytest.param(lambda: _NoAC(SelectiveAC.Config()), 1e-9, marks=pytest.mark.slow),
-        (lambda: SelectiveAC(SelectiveAC.Config()), 1e-9),
-        pytest.param(lambda: FullAC(FullAC.Config()), 1e-9, marks=pytest.mark.slow),
-        (lambda: FP8AC(FP8AC.Config(preset="speed")), 2e-3),
+        pytest.param(_NoAC(SelectiveAC.Config()), 1e-9, marks=pytest.mark.slow),
+        (SelectiveAC(SelectiveAC.Config()), 1e-9),
+        pytest.param(FullAC(FullAC.Config()), 1e-9, marks=pytest.mark.slow),
+        (FP8AC(POLICIES["speed"]), 2e-3),
     ],
 )
-def test_pieces_have_the_gradients_of_eager_blocks(
-    policy: Callable[[], ActivationCheckpointing], most: float
-):
+def test_pieces_have_the_gradients_of_eager_blocks(policy: ActivationCheckpointing, most: float):
     """One graph for each: attention, feed-forward, norm, router, routed and shared experts."""
-    eager = run(policy(), "experts", backend=None)
-    pieces = run(policy(), "experts")
+    eager = run(policy, "experts", backend=None)
+    ours = isinstance(policy, FP8AC)
+    pieces = compiled("speed", "experts") if ours else run(policy, "experts")
     assert pieces.graphs == 6
     assert 1 - worst_cosine(pieces, eager) < most
     assert pieces.operations["aten::_grouped_mm"] <= eager.operations["aten::_grouped_mm"]
@@ -642,7 +644,8 @@ def test_what_a_norm_returns_is_made_again(keeps: str):
     outcomes = []
     for counts in (True, False):
         policy = SelectiveAC(SelectiveAC.Config())
-        outcomes.append(run(policy, "experts", counts=counts, at=look, edit=edit, lengths=(L,)))
+        with torch.compiler.set_stance("force_eager" if keeps else "default"):  # as in a plan
+            outcomes.append(run(policy, "experts", counts=counts, at=look, edit=edit, lengths=(L,)))
     assert kept[1::3] == [True, keeps != ""]  # between forward and backward
     assert worst_cosine(*outcomes) == pytest.approx(1, abs=1e-12)
     for name, grad in outcomes[0].gradients.items():
@@ -697,6 +700,30 @@ def test_a_compiled_run_that_stores_nothing_in_float8_fails():
         policy.memory_report.check_graphs()
 
 
+@functools.cache
+def _gradient_of_choice(
+    kind: type[LooksUp], mode: Any, choice: str
+) -> tuple[torch.Tensor, list[Saved]]:
+    """Of the table that a block looks up, and what its graph saves."""
+    torch.manual_seed(3)
+    block = kind(CHOICES[choice]).bfloat16()
+    x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[list[Saved]] = []
+    config = FP8AC.Config(preset="stock") if mode == "stock" else FP8AC.Config(mode=mode)
+    part = CompiledPart(block, "block", {"": block}, "")
+    call = functools.partial(compiled_checkpoint(part, FP8AC(config)), block)
+    partitioner = Float8Partitioner(Codec(), report=saved.append)
+    arguments = compile_arguments(partitioner, "inductor") | {"backend": without_kernels}
+    torch.compile(call, fullgraph=True, **arguments)(x_TD).float().sum().backward()
+    (graph,) = saved
+    grad: Any = block.table.weight.grad
+    return grad, graph
+
+
+def _has_float8(graph: list[Saved]) -> bool:
+    return any(each.treatment.startswith("float8") for each in graph)
+
+
 @pytest.mark.parametrize(
     ("kind", "mode", "choice"),
     [
@@ -711,27 +738,10 @@ def test_a_choice_is_kept(kind: type[LooksUp], mode: Any, choice: str):
     So would a checkpoint of the block's own, which asks no policy of ours.
     """
 
-    def gradient(config: FP8AC.Config) -> tuple[torch.Tensor, list[Saved]]:
-        torch.manual_seed(3)
-        block = kind(CHOICES[choice]).bfloat16()
-        x_TD = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
-        saved: list[list[Saved]] = []
-        part = CompiledPart(block, "block", {"": block}, "")
-        call = functools.partial(compiled_checkpoint(part, FP8AC(config)), block)
-        partitioner = Float8Partitioner(Codec(), report=saved.append)
-        arguments = compile_arguments(partitioner, "inductor") | {"backend": without_kernels}
-        torch.compile(call, fullgraph=True, **arguments)(x_TD).float().sum().backward()
-        (graph,) = saved
-        grad: Any = block.table.weight.grad
-        return grad, graph
-
-    def has_float8(graph: list[Saved]) -> bool:
-        return any(each.treatment.startswith("float8") for each in graph)
-
-    exact, of_stock = gradient(FP8AC.Config(preset="stock"))
-    kept, ours = gradient(FP8AC.Config(mode=mode))
-    assert has_float8(ours)
-    assert not has_float8(of_stock)
+    exact, of_stock = _gradient_of_choice(kind, "stock", choice)
+    kept, ours = _gradient_of_choice(kind, mode, choice)
+    assert _has_float8(ours)
+    assert not _has_float8(of_stock)
     assert torch.equal(exact, kept)
     if kind is ChecksItself:  # nothing is rounded, so its checkpoint may choose again
         assert torch.int64 not in {each.dtype for each in of_stock}

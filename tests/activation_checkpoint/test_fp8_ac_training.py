@@ -118,16 +118,14 @@ def test_without_recompute_nothing_is_exchanged_twice(backend: str, runs: Runs):
     assert exchanges.count(True) == 2 * _MOE_BLOCKS
 
 
-def test_a_pipeline(tmp_path: Path):
-    """The first step's gradient norm is bf16's, nearly; the loss falls."""
-    run = Run(world=2, pp=2, parallelize="block", ac=Config(), layers=2, steps=3)
-    ours = train(run, tmp_path / "ours")
-    stock = train(
-        dataclasses.replace(run, ac="selective", steps=1, reshard="default"), tmp_path / "stock"
-    )
-    assert ours.losses[0] == stock.losses[0]
-    assert ours.grad_norms[0] == pytest.approx(stock.grad_norms[0], rel=0.01)
-    assert ours.losses[-1] < ours.losses[0]
+def test_a_pipeline(runs: Runs):
+    """The first step's gradient norm is bf16's, nearly, and so is the loss after it."""
+    plain = observed(Run(world=2, pp=2, parallelize="submodule"))
+    ours, bf16 = runs.get(dataclasses.replace(plain, ac=Config())), runs.get(plain)
+    assert ours.losses[0] == bf16.losses[0]
+    assert ours.grad_norms[0] == pytest.approx(bf16.grad_norms[0], rel=0.01)
+    assert ours.grad_norms != bf16.grad_norms
+    assert ours.losses[1] == pytest.approx(bf16.losses[1], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -16,9 +16,13 @@ from titan_ext import api
 from titan_ext.activation_checkpoint import FP8AC
 
 
+def _of_each(function: Callable[[Any], Any], cases: tuple[str, ...]) -> list[Any]:
+    dist.init_process_group("gloo")
+    return [function(case) for case in cases]
+
+
 def _largest_differences(wrap: Any) -> dict[str, float]:
     """Of logits after a part ran without gradients and weights changed, by part."""
-    dist.init_process_group("gloo")
     parallelism = api.ParallelismConfig(fsdp_wrap=wrap, fsdp_prefetch=2)
     model, dims = api.build_decoder(small_spec(3), parallelism=parallelism)
     tokens = torch.arange(2 * 32).view(2, 32) * 7 % 2048
@@ -65,7 +69,6 @@ def _largest_differences(wrap: Any) -> dict[str, float]:
 
 def _after_a_failed_backward(ac: str) -> list[str]:
     """What the next forward says, then what differs in a step after the reset."""
-    dist.init_process_group("gloo")
     torch.autograd.set_multithreading_enabled(False)
     parallelism = api.ParallelismConfig(fsdp_wrap="submodule", expert_parallel_degree=2)
     policy: Any = FP8AC.Config() if ac == "fp8" else None
@@ -105,15 +108,17 @@ def _after_a_failed_backward(ac: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("ac", ["none", "fp8"])
-def test_a_step_after_a_failed_backward_needs_the_reset(ac: str, tmp_path: Path):
-    for said in run_ranks(_after_a_failed_backward, 2, ac, log_folder=tmp_path):
-        assert len(said) == 2
-        assert all("Call reset_iter_state() on the model" in sentence for sentence in said)
+def test_a_step_after_a_failed_backward_needs_the_reset(tmp_path: Path):
+    policies = ("none", "fp8")
+    for of_rank in run_ranks(_of_each, 2, _after_a_failed_backward, policies, log_folder=tmp_path):
+        for said in of_rank:
+            assert len(said) == 2
+            assert all("Call reset_iter_state() on the model" in sentence for sentence in said)
 
 
-@pytest.mark.parametrize("wrap", ["block", "submodule"])
-def test_no_forward_uses_what_another_has_gathered(wrap: str, tmp_path: Path):
-    for found in run_ranks(_largest_differences, 2, wrap, log_folder=tmp_path):
-        assert found.pop("other weights") > 0.1
-        assert found == dict.fromkeys(found, 0.0) != {}
+def test_no_forward_uses_what_another_has_gathered(tmp_path: Path):
+    wraps = ("block", "submodule")
+    for of_rank in run_ranks(_of_each, 2, _largest_differences, wraps, log_folder=tmp_path):
+        for found in of_rank:
+            assert found.pop("other weights") > 0.1
+            assert found == dict.fromkeys(found, 0.0) != {}

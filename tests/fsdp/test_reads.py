@@ -87,7 +87,6 @@ READS = {
 
 def _messages() -> dict[str, str]:
     """What is said of a block that reads its attention's output projection, by kind of read."""
-    dist.init_process_group("gloo")
     forward, read = Llama3TransformerBlock.forward, lambda weight: 0.0
 
     def reading(block: Any, *args: Any) -> Any:
@@ -119,22 +118,31 @@ def _messages() -> dict[str, str]:
     messages["left"] = str(any(left))
     read = READS["shard"]
     messages["second step"] = step(model)
+    Llama3TransformerBlock.forward = forward  # type: ignore[method-assign]
     return messages
 
 
+def _refused() -> tuple[dict[str, str], tuple[str, float]]:
+    dist.init_process_group("gloo")
+    return _messages(), _penalised()
+
+
 def test_a_weight_that_is_read_past_its_module_is_refused_by_name(tmp_path: Path):
-    for messages in run_ranks(_messages, 2, log_folder=tmp_path):
+    for messages, (message, error) in run_ranks(_refused, 2, log_folder=tmp_path):
         for name in READS:
             assert messages[name].startswith("layers.0 reads layers.0.attention.wo.weight, a weigh")
             assert 'parallelism.fsdp_wrap = "block" gathers it while' in messages[name]
         assert messages["without gradient"] == messages["first step"] == messages["gathered"] == ""
         assert messages["left"] == "False"
         assert "gradient comes to layers.1.attention.wo.weight past FSDP" in messages["second step"]
+        # A penalty on weights belongs after backward.
+        assert "A gradient comes to" in message
+        assert "p.grad.add_(p.detach(), alpha=2 * factor)" in message
+        assert error < 1e-6
 
 
 def _penalised() -> tuple[str, float]:
     """What is said of a penalty on weights, and the error of gradients made as that says."""
-    dist.init_process_group("gloo")
     parallelism = api.ParallelismConfig(fsdp_wrap="submodule")
     model: Any = api.build_decoder(small_spec(1, "llama3"), parallelism=parallelism)[0]
     tokens = torch.arange(TOKENS).view(1, -1)
@@ -151,10 +159,3 @@ def _penalised() -> tuple[str, float]:
     sums = (p.pow(2).sum() for p in model.parameters())
     penalty = 0.1 * sum(getattr(x, "full_tensor", lambda x=x: x)() for x in sums)
     return refusal_of(lambda: (loss() + penalty).backward()), error
-
-
-def test_a_penalty_on_weights_belongs_after_backward(tmp_path: Path):
-    for message, error in run_ranks(_penalised, 2, log_folder=tmp_path):
-        assert "A gradient comes to" in message
-        assert "p.grad.add_(p.detach(), alpha=2 * factor)" in message
-        assert error < 1e-6

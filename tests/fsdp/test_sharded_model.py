@@ -4,7 +4,6 @@ No parameter is left outside FSDP or unset, and its values do not depend on the 
 """
 
 import functools
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
+from tests.helpers.checkpointing import digest
 from tests.helpers.cluster import run_ranks
 from tests.helpers.dry_run import look
 from tests.helpers.training import Run, make_config
@@ -34,7 +34,7 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
     (model,) = trainer.model_parts
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     report = {
-        "groups": look(model),
+        "groups": look([model]),
         "unset": [
             name
             for name, t in [*model.named_parameters(), *model.named_buffers()]
@@ -43,20 +43,16 @@ def _inspect(run: Run, folder: Path) -> dict[str, Any]:
         "norms_are_ones": all(bool((p.to_local() == 1).all()) for p in norms) and bool(norms),
         "divide_factors": {group.gradient_divide_factor for group in param_groups(model.modules())},
         "values": {
-            canonical_fqn(name): _digest(param.full_tensor())
+            canonical_fqn(name): digest(param.full_tensor())
             for name, param in model.named_parameters()
         },
         "experts": [
-            _digest(p.to_local()) for n, p in model.named_parameters() if "inner_experts" in n
+            digest(p.to_local()) for n, p in model.named_parameters() if "inner_experts" in n
         ],
     }
     trainer.close()
     dist.barrier()
     return report
-
-
-def _digest(tensor) -> str:
-    return hashlib.sha256(tensor.detach().contiguous().numpy().tobytes()).hexdigest()
 
 
 @pytest.fixture(scope="module")

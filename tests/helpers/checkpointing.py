@@ -6,6 +6,7 @@ as whole tensors; the file is read without any process group.
 """
 
 import contextlib
+import functools
 import hashlib
 import time
 import unittest.mock
@@ -84,7 +85,14 @@ class Leg:
     """At the end of the leg, of each parameter group."""
 
 
-def run_leg(
+def run_leg(run: Run, folder: Path, *, timeout_s: float = 120.0, **options: Any) -> list[Leg]:
+    """Start ``run`` in ``folder``, with the options of ``_run_rank``; what each rank reports."""
+    make_corpus()
+    rank = functools.partial(_run_rank, **options)
+    return run_ranks(rank, run.world, run, folder, log_folder=folder / "logs", timeout_s=timeout_s)
+
+
+def _run_rank(
     run: Run,
     folder: Path,
     *,
@@ -93,58 +101,36 @@ def run_leg(
     save_at_once: bool = False,
     shared_stream: bool = False,
     around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    change: Callable[[Any], Any] | None = None,
-    timeout_s: float = 120.0,
+    change: Callable[[Any], Any] = lambda config: None,
     **checkpoint: Any,
-) -> list[Leg]:
-    """Start ``run`` in ``folder`` and train it to step ``until``.
+) -> Leg:
+    """Train ``run`` to step ``until``.
 
     Args:
         run: ``run.steps`` is what the learning rate schedule is made for.
         until: The step after which the leg ends for want of data; 0: ``run.steps``.
         look: Report every whole tensor after loading.
         save_at_once: End after loading, with the save that Titan makes after the last step.
+        shared_stream: Train on ``SharedStream``, not on the text.
         around: What the leg runs in, on every rank.
         change: Called with the trainer's config, on every rank.
-        shared_stream: Train on ``SharedStream``, not on the text.
         checkpoint: Keys of Titan's checkpoint section; checkpoints are on.
     """
-    make_corpus()
-    until = until or run.steps
-    order = _Order(until, look, save_at_once, shared_stream, around, change, checkpoint)
-    return run_ranks(
-        _run_rank, run.world, run, folder, order, log_folder=folder / "logs", timeout_s=timeout_s
-    )
-
-
-@dataclass
-class _Order:
-    until: int
-    look: bool
-    save_at_once: bool
-    shared_stream: bool
-    around: Callable[[], AbstractContextManager[Any]]
-    change: Callable[[Any], Any] | None
-    checkpoint: dict[str, Any]
-
-
-def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
     init_logger()
     no_accelerator.enable()
     register_stdlib_corpus()
     config: Any = make_config(run, folder)
-    settings: dict[str, Any] = {"last_save_model_only": False, "interval": 1000, **order.checkpoint}
+    settings: dict[str, Any] = {"last_save_model_only": False, "interval": 1000, **checkpoint}
     config.checkpoint = CheckpointManager.Config(enable=True, **settings)
     config.lr_scheduler.warmup_steps = 2  # so that the rate is another at each step
-    if order.shared_stream:
+    if shared_stream:
         config.dataloader = SharedStream.Config()
-    if order.change is not None:
-        order.change(config)
+    change(config)
     leg = Leg()
-    with patched(run), order.around():
+    with patched(run), around():
         with no_accelerator.layout_independent_init(), quick_initialisation():
             trainer = config.build()
-        _observe(trainer, leg, order)
+        _observe(trainer, leg, until or run.steps, look, save_at_once)
         trainer.train()
     leg.state_hash = state_hash(trainer)
     leg.learning_rates = [
@@ -155,7 +141,7 @@ def _run_rank(run: Run, folder: Path, order: _Order) -> Leg:
     return leg
 
 
-def _observe(trainer: Any, leg: Leg, order: _Order) -> None:
+def _observe(trainer: Any, leg: Leg, until: int, look: bool, save_at_once: bool) -> None:
     load, step, log = (
         trainer.checkpointer.load,
         trainer.train_step,
@@ -163,16 +149,17 @@ def _observe(trainer: Any, leg: Leg, order: _Order) -> None:
     )
 
     def observed_load(*args, **kwargs) -> bool:
+        nonlocal until
         loaded = load(*args, **kwargs)
-        if order.look:
+        if look:
             leg.loaded = tensor_digests(trainer.checkpointer)
-        if order.save_at_once:
+        if save_at_once:
             trainer.checkpointer.save(trainer.step, last_step=True)
-            order.until = trainer.step
+            until = trainer.step
         return loaded
 
     def observed_step(data_iterator) -> None:
-        if trainer.step > order.until:
+        if trainer.step > until:
             raise DataloaderExhaustedError  # Titan ends the run here, with no last save
         step(_noted(data_iterator, leg.samples))
 
@@ -251,13 +238,14 @@ def digests_of(states: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, value in states.items():
         if isinstance(value, torch.Tensor) and ".inner_experts." in name and value.dim() == 3:
-            found |= {f"{name}[{e}]": _digest(expert) for e, expert in enumerate(value)}
+            found |= {f"{name}[{e}]": digest(expert) for e, expert in enumerate(value)}
         else:
-            found[name] = _digest(value)
+            found[name] = digest(value)
     return found
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
+    """Shape, dtype and SHA-256 of a tensor; of another value, what Python prints."""
     if not isinstance(value, torch.Tensor):
         return repr(value)
     return f"{tuple(value.shape)} {value.dtype} {_sha256(value)}"

@@ -7,7 +7,7 @@ mesh, unit and shard is made as on the real cluster, and nothing is computed.
 import os
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -82,35 +82,20 @@ def dry_run(config: Trainer.Config, world_size: int) -> DryRun:
         )
     else:
         chunks = [spec.parallelize_fn(model, **arguments)]
-    return _sum([look(chunk) for chunk in chunks])
+    return look(chunks)
 
 
-def look(model: Any) -> DryRun:
-    plan = plan_of(model)
-    assert plan is not None
-    units = plan.decoder_units
-    in_units = {p for unit in units for m in unit.modules(model) for p in m.parameters()}
-    groups = param_groups(model.modules())
-    blocks = [block for _, block in decoder_blocks(model)]
-    named = list(model.named_parameters())
+def look(chunks: list[Any]) -> DryRun:
+    units = [(chunk, unit) for chunk in chunks for unit in cast(Any, plan_of(chunk)).decoder_units]
+    in_units = {p for chunk, unit in units for m in unit.modules(chunk) for p in m.parameters()}
+    blocks = [block for chunk in chunks for _, block in decoder_blocks(chunk)]
+    named = [pair for chunk in chunks for pair in chunk.named_parameters()]
     return DryRun(
         blocks=len(blocks),
         moe_blocks=sum(bool(getattr(block, "moe_enabled", False)) for block in blocks),
-        units=dict(Counter(unit.kind.value for unit in units)),
-        fsdp_groups=len(groups),
-        planned_groups=sum(len(unit.groups) for unit in units),
+        units=dict(Counter(unit.kind.value for _, unit in units)),
+        fsdp_groups=sum(len(param_groups(chunk.modules())) for chunk in chunks),
+        planned_groups=sum(len(unit.groups) for _, unit in units),
         root_parameters=[name for name, p in named if p not in in_units],
         plain_parameters=[name for name, p in named if not isinstance(p, DTensor)],
-    )
-
-
-def _sum(parts: list[DryRun]) -> DryRun:
-    return DryRun(
-        blocks=sum(p.blocks for p in parts),
-        moe_blocks=sum(p.moe_blocks for p in parts),
-        units=dict(sum((Counter(p.units) for p in parts), Counter())),
-        fsdp_groups=sum(p.fsdp_groups for p in parts),
-        planned_groups=sum(p.planned_groups for p in parts),
-        root_parameters=[name for p in parts for name in p.root_parameters],
-        plain_parameters=[name for p in parts for name in p.plain_parameters],
     )
