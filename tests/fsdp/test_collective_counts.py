@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.collectives import Collective, PlannedStep, count
 from tests.helpers.training import Run, Runs
