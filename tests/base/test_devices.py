@@ -9,9 +9,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[2] / "titan_ext"
 _NAMED = {
     # It hides the accelerator from a dry run; ROCm reads it, too.
-    ("config_registry/dry_run.py", "CUDA_VISIBLE_DEVICES"),
-    ("config_registry/tune.py", "CUDA_VISIBLE_DEVICES"),
-    ("config_registry/verify.py", "CUDA_VISIBLE_DEVICES"),
+    ("config_registry/terminal.py", "CUDA_VISIBLE_DEVICES"),
     # The version of NCCL, or RCCL, where it is the backend; and how a trace names its operations.
     ("run/record.py", "nccl"),
     ("run/record.py", "cuda"),
