@@ -505,9 +505,9 @@ def plan_activations(
         step=False,
     )
     traced = TracedBlocks(run, asked, machine, asked.offload_limit if has_budget(config) else "")
+    largest = max(kind.graph.none_nbytes for kind in traced.kinds)
     if budget is None:
         assert run.memory is not None, "without a budget there is a memory to fill"
-        largest = max(kind.graph.none_nbytes for kind in traced.kinds)
         budget = run.memory.left_for_blocks(traced.none_nbytes, largest)
     solution = None if traced.none_nbytes <= budget else traced.solve(budget)
     if solution is None or not any(pieces_in(blocks.first) for blocks in traced.blocks):
@@ -520,7 +520,7 @@ def plan_activations(
         tried.activation_checkpoint = replace(traced.settings, op_policies=table)
         step = dry_run(tried, ranks, rank, memory=0, imbalance=imbalance, as_on_a_gpu=as_on_a_gpu)
         assert step.memory is not None
-        held = step.memory.held_by_blocks(max(kind.graph.none_nbytes for kind in traced.kinds))
+        held = step.memory.held_by_blocks(largest)
         if held <= budget:
             return BudgetPlan(budget, traced, solution, held)
         room = min(room - (held - budget), int(_LESS * room))

@@ -64,6 +64,12 @@ class Peak(NamedTuple):
         """The first of the highest."""
         return max(phases, key=lambda phase: phase.nbytes)
 
+    @property
+    def held(self) -> int:
+        """Bytes of activations, which wait for backward."""
+        kinds = MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL
+        return sum(self.by_kind.get(kind, 0) for kind in kinds)
+
 
 @dataclass(eq=False, slots=True)
 class _Storage:

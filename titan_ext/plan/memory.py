@@ -6,6 +6,7 @@ and NCCL come on top, by rules of thumb. Published jobs are off by a few percent
 the limit is "uncertain" (docs/plan.md).
 """
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,8 +19,6 @@ from titan_ext.plan.live import LASTING, LiveBytes, MemoryKind, Peak
 CONTEXT, COMMUNICATOR = 600 * 2**20, 600 * 2**20
 """Bytes of CUDA's context, with cuBLAS's workspaces, and of NCCL for each process group that
 communicates: guesses."""
-HELD = (MemoryKind.EXACT, MemoryKind.FLOAT8, MemoryKind.ALL_TO_ALL)
-"""What waits for backward."""
 
 
 class JobClass(StrEnum):
@@ -144,13 +143,15 @@ class MemoryPlan:
         return int((self._spare(phase) - band) / (1 + max(self._unused, 0.0)))
 
     def held_by_blocks(self, one: int) -> int:
-        """The most bytes that wait for backward, without those of the block that runs.
+        """The most bytes that wait for backward as the forward of a block is over.
 
-        ``one`` is as ``left_for_blocks`` takes it. What is kept outside of blocks counts, too.
+        Not those of the block that runs then; ``one`` is as ``left_for_blocks`` takes it. What
+        comes behind the blocks (multi-token prediction, the loss) does not count.
         """
         return max(
-            sum(phase.by_kind.get(kind, 0) for kind in HELD) - one * ("of layers." in phase.phase)
-            for phase in self.phases
+            after.held - one * ("of layers." in after.phase)
+            for before, after in itertools.pairwise(self.phases)
+            if before.phase.startswith("forward of layers.")
         )
 
     def left_for_blocks(self, everything: int, one: int) -> int:

@@ -34,7 +34,7 @@ from titan_ext.parallelize.limits import wrong_degrees
 from titan_ext.plan.budget import TracedBlocks, without_checkpointing
 from titan_ext.plan.dry_run import dry_run
 from titan_ext.plan.forks import Forks
-from titan_ext.plan.memory import HELD, MemoryPlan
+from titan_ext.plan.memory import MemoryPlan
 from titan_ext.plan.moves import (
     GLOBAL,
     MOVES,
@@ -154,10 +154,7 @@ class Plan(NamedTuple):
     @property
     def room(self) -> int:
         """Bytes that the blocks could hold, by the room at each phase of the step."""
-        held = [
-            (sum(phase.by_kind.get(kind, 0) for kind in HELD), self.memory.room(phase))
-            for phase in self.memory.phases
-        ]
+        held = [(phase.held, self.memory.room(phase)) for phase in self.memory.phases]
         solved = self.checkpointing
         most = solved.nbytes if solved else max(nbytes for nbytes, _ in held)
         times = [1 + room / nbytes for nbytes, room in held if nbytes > _SEEN * most]
